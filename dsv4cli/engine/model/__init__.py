@@ -1,1 +1,1 @@
-"""What does DeepSeek-V4 compute? Nothing here reads files, allocates state or chooses a token."""
+"""The DeepSeek-V4 model as PyTorch modules. They read no files, allocate no caches and sample no tokens."""

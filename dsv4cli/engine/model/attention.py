@@ -1,7 +1,7 @@
-"""Attention: low-rank queries over a sliding window and compressed entries of one shared key/value head.
+"""Attention: low-rank queries over a sliding window and compressed entries, with one shared key/value head.
 
-Three kinds by ratio: 0 window only, 4 (CSA) window and the entries that the indexer chooses, 128 (HCA) window and all
-entries.
+A layer's compression ratio selects its kind: 0 attends to the window only, 4 (CSA) to the window and the indexer's
+top-k entries, 128 (HCA) to the window and all entries.
 """
 
 import torch
@@ -21,7 +21,7 @@ from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm
 
 
 class Attention(nn.Module):
-    """One layer's attention; a rank holds its share of heads and groups."""
+    """Attention of one layer. Each rank holds its shard of the heads and output groups."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, ratio: int, world: World) -> None:
         super().__init__()
@@ -43,8 +43,9 @@ class Attention(nn.Module):
             self.indexer = Indexer(config, numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
-        """x: normed hidden state [T, D], or this rank's rows of it -> the same rows; the cache takes the step's keys
-        and entries."""
+        """Return attention's output for x and update the cache. x: normed hidden state [T, D], or this rank's rows
+        of it.
+        """
         latent, kv, *rows = self.projected(x, len(batch.ids))
         rings = None if batch.in_rings else cache.window.data[batch.slots].flatten(0, 1)
         q, kv, index_q = self.queries_and_keys(latent, kv, batch, cache.window, len(x))
@@ -55,15 +56,19 @@ class Attention(nn.Module):
         return self.output(o, len(x))
 
     def projected(self, x: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """What the linears give for all of so many tokens; in a CSA layer the last, the indexer's weights, for this
-        rank's rows only, as it takes them."""
+        """Return the outputs of `linears` for all tokens of the step, gathered from all ranks.
+
+        In a CSA layer the last output, the indexer's head weights, covers only this rank's rows.
+        """
         parts = project(x, self.linears())
         own = [parts.pop()] if self.ratio == CSA else []
         return [*self.world.gather_rows(parts, tokens), *own]
 
     def linears(self) -> list[Linear | Fp32Linear]:
-        """What reads the hidden state: latent queries, keys; raw rows of the compressor; the indexer's likewise, and
-        its weights."""
+        """Return the linears that project the hidden state, in the order of the outputs of `projected`.
+
+        These are latent queries and keys, values and scores of each compressor, and the indexer's head weights.
+        """
         own: list[Linear | Fp32Linear] = [self.wq_a, self.wkv]
         if self.ratio != WINDOW:
             own += [self.compressor.wkv, self.compressor.wgate]
@@ -74,8 +79,11 @@ class Attention(nn.Module):
     def queries_and_keys(
         self, latent: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring, rows: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Queries [T, H, d] and keys [T, d], normed and rotated, which the ring takes; in a CSA layer the indexer's
-        queries [rows, Hi, di] as well, of all or of this rank's."""
+        """Return normed and rotated queries [T, H, d] and keys [T, d]; store the keys in the ring.
+
+        In a CSA layer the third result is the indexer's queries [rows, Hi, di], of all rows or of this rank's; else
+        None.
+        """
         if self.ratio != CSA:
             (q,) = project_normed(latent, self.q_norm, [self.wq_b])
             return *self.prepare(self.heads(q), kv, batch, ring), None
@@ -93,30 +101,33 @@ class Attention(nn.Module):
         return q, kv, index_q
 
     def prepare(self, q: torch.Tensor, kv: torch.Tensor, batch: Batch, ring: Ring) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [T, H, d] and keys [T, d] normed and rotated; the ring takes the keys."""
+        """Return queries [T, H, d] and keys [T, d], normed and rotated; store the keys in the ring."""
         cells = KeyCells(ring.data.flatten(0, 1), batch.window_cells)
         q, kv, stored = qk_norm_rope.queries_and_keys(q, kv, self.key_norm(), batch.rotations[self.ratio], cells)
         ring.data = stored.view(ring.data.shape)
         return q, kv
 
     def store_keys(self, x: torch.Tensor, batch: Batch, ring: Ring) -> None:
-        """The ring takes the keys of x [T, D], of a layer of ratio 0; nothing is attended."""
+        """Compute the keys of x [T, D] and store them in the ring, without attention; for layers of ratio 0."""
         self.prepare(x.new_empty(len(x), 0, self.config.head_dim), self.wkv(x), batch, ring)
 
     def key_norm(self) -> KeyNorm:
-        """How keys are normed and rounded."""
+        """Return the norm and rounding of the keys."""
         return KeyNorm(self.kv_norm.weight, self.config.rms_norm_eps, self.numerics.simulate)
 
     def heads(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, H * d] -> [T, H, d]."""
+        """Split the heads: [T, H * d] -> [T, H, d]."""
         return q.unflatten(-1, (-1, self.config.head_dim))
 
     def entries(
         self, rows: list[torch.Tensor], index_q: torch.Tensor | None, batch: Batch, cache: LayerCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pool of compressed entries [cells, d] and each token's list of window rows and entries, int64 [T, L].
+        """Return the pool of compressed entries [cells, d] and each token's list of rows to attend to, int64 [T, L].
 
-        rows: what `projected` gives behind the first two. index_q: of the rows that its last has."""
+        Args:
+            rows: the outputs of `projected` after the first two.
+            index_q: the indexer's queries, for the same rows as its head weights.
+        """
         if cache.compressed is None:
             return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
         if cache.index is None or index_q is None:
@@ -130,8 +141,8 @@ class Attention(nn.Module):
         return cache.compressed.entries.data, lists
 
     def output(self, o: torch.Tensor, rows: int) -> torch.Tensor:
-        """Un-rotated heads [T, H, d] through the grouped projection -> [rows, D], all or this rank's."""
+        """Apply the grouped output projection to heads [T, H, d], already un-rotated: [rows, D], all or this rank's."""
         groups = self.config.o_groups // self.world.size
         inner = self.wo_a(o.flatten(1).unflatten(1, (groups, -1))).flatten(1)
-        # the official code sums the ranks' parts in fp32
+        # the official code also sums the ranks' partial results in fp32
         return self.world.sum_rows(self.wo_b(inner), rows, o.dtype)

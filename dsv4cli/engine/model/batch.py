@@ -1,6 +1,6 @@
-"""One step's tokens, flat: which sequence and position each has, and where everything it reads and writes lies.
+"""The tokens of one step, flattened over sequences, and the cache rows that they read and write.
 
-What depends only on the batch is computed once a step (runtime/batch_builder.py); layers index with it.
+Everything that depends only on the batch is computed once per step (runtime/batch_builder.py); layers index with it.
 """
 
 from dataclasses import dataclass
@@ -13,14 +13,16 @@ from dsv4cli.kernels.step_metadata import StepMetadata
 
 @dataclass(frozen=True)
 class Batch(StepMetadata):
-    """T tokens of B sequences, each sequence's tokens together and in order, and where they lie (StepMetadata).
+    """T tokens of B sequences, in sequence order, and the cache indices of StepMetadata.
 
-    ids: int64 [T]. slots: int64 [B], of the sequences' rings.
-    in_rings: the window's keys are the flat rings of all slots, which take the step's keys first; else they are [rings
-        of the step's sequences as they were, the step's keys].
-    window_rows: the rows of the window's keys.
-    routed: int64 [T], the row whose experts each row goes to: its own, but that of another for rows that mean nothing,
-        which so ask for none of their own.
+    Attributes:
+        ids: int64 [T].
+        slots: int64 [B], ring slot of each sequence.
+        in_rings: whether window keys are read from the flat rings of all slots, after the step's keys are stored; if
+            False, they are the rings of the step's sequences before the step, followed by the step's keys.
+        window_rows: number of rows of window keys.
+        routed: int64 [T], the row whose experts each row uses. A padding row uses those of another row, so that it
+            loads no experts of its own.
     """
 
     ids: torch.Tensor
@@ -30,6 +32,6 @@ class Batch(StepMetadata):
     routed: torch.Tensor
 
     def entry_plan(self, ratio: int) -> EntryPlan:
-        """The entries of a ratio that the step may complete, as many as for any with the same numbers of tokens."""
+        """Return the entries of a ratio that the step may complete. Its shape depends only on the token counts."""
         entries = self.entries[ratio]
         return EntryPlan(entries.groups, entries.cells, entries.rotation, self.positions)

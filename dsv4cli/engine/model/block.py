@@ -1,4 +1,4 @@
-"""One block: hyper-connections around attention, hyper-connections around the experts."""
+"""A transformer block: attention and experts, each wrapped in hyper-connections."""
 
 from typing import NamedTuple
 
@@ -18,9 +18,10 @@ from dsv4cli.kernels.hyper_connections import Connection
 
 
 class PendingResidual(NamedTuple):
-    """What a block gives: the output x [T, D] of its last sublayer, not yet added to the streams [T, N, D].
+    """The output x [T, D] of a block's last sublayer, not yet added to the residual streams [T, N, D].
 
-    post [T, N] and comb [T, N, N] say how; the next block adds it in the same kernel that makes its own input.
+    post [T, N] weighs x in each stream, comb [T, N, N] mixes the streams. The next block applies both in the kernel
+    that also computes its own input.
     """
 
     x: torch.Tensor
@@ -29,12 +30,12 @@ class PendingResidual(NamedTuple):
     comb: torch.Tensor
 
     def connect_post(self) -> torch.Tensor:
-        """The streams after the block: [T, N, D]."""
+        """Apply the residual connection: streams [T, N, D] after the block."""
         return hyper_connections.connect_post(*self)
 
 
 class Block(nn.Module):
-    """A main layer or a draft stage; `layer` counts both, ratio says which kind of attention it has."""
+    """A layer of the model or a stage of the drafter; `layer` counts both. Its ratio selects the kind of attention."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, layer: int, world: World) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Block(nn.Module):
         self.ffn = MoE(config, numerics, config.is_hash_layer(layer), world)
 
     def forward(self, before: torch.Tensor | PendingResidual, batch: Batch, cache: LayerCache) -> PendingResidual:
-        """before: the streams [T, N, D], or what the block before gives."""
+        """Run the block on residual streams [T, N, D], or on the previous block's output."""
         if isinstance(before, PendingResidual):
             streams, x, post, comb = self.step(before, "attn", self.attn_norm)
         else:
@@ -60,7 +61,7 @@ class Block(nn.Module):
         return PendingResidual(self.ffn(x, batch), streams, post, comb)
 
     def connection(self, part: str) -> Connection:
-        """A sublayer's hyper-connection, 'attn' or 'ffn'."""
+        """Return the hyper-connection of a sublayer, 'attn' or 'ffn'."""
         config = self.config
         return Connection(
             self.get_parameter(f"hc_{part}_fn"),
@@ -74,9 +75,11 @@ class Block(nn.Module):
     def step(
         self, before: PendingResidual, part: str, norm: RMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The streams after `before`, and of the sublayer `part` what `connect` gives, its input normed."""
+        """Apply the pending residual. Return the streams and the next sublayer's normed input, post and comb
+        weights.
+        """
         return hyper_connections.connect_post_pre(*before, self.connection(part), norm.weight)
 
     def connect(self, streams: torch.Tensor, part: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""
+        """Return the input [T, D] of a sublayer ('attn' or 'ffn') and its post [T, N] and comb [T, N, N] weights."""
         return hyper_connections.connect_pre(streams, self.connection(part))

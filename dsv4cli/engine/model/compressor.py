@@ -1,4 +1,4 @@
-"""Every `ratio` tokens to one compressed entry; with ratio 4 the previous group's tokens join (overlap)."""
+"""Compressor: pools each `ratio` tokens into one entry; at ratio 4 with the previous group's tokens too (overlap)."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from dsv4cli.kernels.compressor import Compression
 
 
 class Compressor(nn.Module):
-    """Pools tokens into entries, the keys of attention."""
+    """Pools tokens into compressed entries, which attention uses as keys and values."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, ratio: int) -> None:
         super().__init__()
@@ -27,13 +27,12 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(config.rms_norm_eps)
 
     def forward(self, kv: torch.Tensor, score: torch.Tensor, batch: Batch, state: CompressorState) -> None:
-        """Takes the raw rows of the step's tokens, fp32 [T, C] each, into the state and adds the entries that they
-        complete."""
+        """Store the step's values and scores, fp32 [T, C] each, and add the entries that they complete to the state."""
         plan, round_keys = batch.entry_plan(self.ratio), self.numerics.simulate
         state.keep(compressor.compress_keys(self.compression(kv, score, state), plan, round_keys))
 
     def compression(self, kv: torch.Tensor, score: torch.Tensor, state: CompressorState) -> Compression:
-        """What the kernels are given."""
+        """Return the arguments of the kernels."""
         return Compression(kv, score, self.ape, self.norm.weight, self.norm.eps, state.tensors())
 
 
@@ -43,9 +42,9 @@ def compress_both(
     batch: Batch,
     states: tuple[CompressorState, CompressorState],
 ) -> None:
-    """The same for the two of a CSA layer, attention's and the indexer's: rows are kv and score of each.
+    """Run both compressors of a CSA layer, attention's and the indexer's. rows: values and scores of each.
 
-    Without simulation the indexer's q . k needs neither Hadamard nor FP4.
+    Without simulated rounding the indexer's dot products need neither the Hadamard rotation nor FP4.
     """
     (one, other), (kv, score, index_kv, index_score), (state, index_state) = compressors, rows, states
     own, index = one.compression(kv, score, state), other.compression(index_kv, index_score, index_state)

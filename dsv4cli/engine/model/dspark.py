@@ -1,7 +1,7 @@
-"""DSpark, the drafter of the 0731 and 0813 releases: a block of tokens drafted at once, then joined by a Markov head.
+"""DSpark, the drafter of the 0731 and 0813 releases: drafts a block of tokens in parallel; a Markov head links them.
 
-Source: official model.py of Flash-0731. The stages read the target model's hidden states as context; the draft block is
-one token and `block_size - 1` noise tokens, attended without a causal mask.
+Source: official model.py of Flash-0731. The stages use the target model's hidden states as context. A draft block is
+one token and `block_size - 1` noise tokens, and attention inside it is not causal.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from dsv4cli.engine.parallel.world import World
 
 
 class MarkovHead(nn.Module):
-    """A low-rank bias of the next draft's logits by the draft before it."""
+    """Low-rank bias of a draft token's logits, computed from the previous token."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """How likely a draft is to be accepted, as a logit."""
+    """Predicts whether a draft token is accepted, as a logit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ConfidenceHead(nn.Module):
 
 
 class Stage(Block):
-    """One stage: a block of ratio 0. The first also takes the context in, the last gives the drafts out."""
+    """One stage: a block of ratio 0. The first stage projects the context, the last one has the output heads."""
 
     norm: RMSNorm
 
@@ -53,21 +53,23 @@ class Stage(Block):
             self.confidence_head = ConfidenceHead()
 
     def absorb(self, main: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Stores the stage's keys of the context [T, D] of a step's tokens in its ring."""
+        """Store the stage's keys for the context [T, D] of a step's tokens in its ring."""
         self.attn.store_keys(main, batch, cache.window)
 
 
 @dataclass(frozen=True)
 class DraftBlock:
-    """What the stages give for B blocks of n rows: states fp32 [B, n, D] before the last norm, logits fp32 [B, n, V]
-    without the Markov head."""
+    """Output of the stages for B draft blocks of n rows.
+
+    states: fp32 [B, n, D], before the final norm. logits: fp32 [B, n, V], without the Markov head's bias.
+    """
 
     states: torch.Tensor
     logits: torch.Tensor
 
 
 class DSpark(nn.ModuleList):
-    """The stages `mtp.0`, `mtp.1`, `mtp.2`; the embedding and the head are the model's."""
+    """The stages `mtp.0`, `mtp.1` and `mtp.2`. The embedding and the head are shared with the model."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World) -> None:
         count = config.num_hidden_layers
@@ -79,11 +81,11 @@ class DSpark(nn.ModuleList):
         self.noise = config.dspark.noise_token_id
 
     def stages(self) -> list[Stage]:
-        """The stages in order."""
+        """Return the stages in order."""
         return [stage for stage in self if isinstance(stage, Stage)]
 
     def absorb(self, context: torch.Tensor, batch: Batch, caches: Sequence[LayerCache]) -> None:
-        """Takes in what the model saw in a step: HiddenStates.context [T, L * D] and the step's batch."""
+        """Store the stages' keys for a step of the model. context: HiddenStates.context [T, L * D] of that step."""
         first = self.stages()[0]
         main = first.main_norm(first.main_proj(context))
         for number, stage in enumerate(self.stages()):
@@ -96,10 +98,12 @@ class DSpark(nn.ModuleList):
         caches: Sequence[LayerCache],
         vocabulary: Callable[[torch.Tensor], torch.Tensor],
     ) -> DraftBlock:
-        """Runs the stages over draft blocks.
+        """Run the stages over draft blocks.
 
-        embedded: embedding of batch.ids [B * n, D]; caches: of all layers, the model's and the stages'; vocabulary: the
-        model's head over a normed state.
+        Args:
+            embedded: embeddings of batch.ids [B * n, D].
+            caches: caches of all layers, the model's and the stages'.
+            vocabulary: the model's head, applied to a normed hidden state.
         """
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
         for number, stage in enumerate(self.stages()):
@@ -110,11 +114,11 @@ class DSpark(nn.ModuleList):
         return DraftBlock(x.float().unflatten(0, blocks), vocabulary(last.norm(x)).unflatten(0, blocks))
 
     def after(self, previous: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The Markov head's memory [B, R] of the token before, int64 [B], and its logits fp32 [B, V] with its bias."""
+        """Return the Markov embedding [B, R] of the previous tokens, int64 [B], and the logits [B, V] with its bias."""
         head = self.stages()[-1].markov_head
         memory = head.markov_w1(previous)
         return memory, logits + self.world.gather_columns(head.markov_w2(memory))
 
     def confidence(self, states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-        """How likely a draft is to be accepted, as a logit fp32 [B]: its state fp32 [B, D], the memory [B, R]."""
+        """Return acceptance logits fp32 [B] of draft tokens from states fp32 [B, D] and Markov embeddings [B, R]."""
         return self.stages()[-1].confidence_head.proj(torch.cat((states, memory.float()), -1))[:, 0]

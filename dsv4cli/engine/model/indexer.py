@@ -1,4 +1,4 @@
-"""The indexer of CSA layers: which compressed entries a token attends to."""
+"""The indexer of CSA layers: selects the compressed entries that each token attends to."""
 
 import torch
 from torch import nn
@@ -28,16 +28,18 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, numerics, RATIO)
 
     def heads(self, q: torch.Tensor) -> torch.Tensor:
-        """[T, H * d] -> [T, H, d]."""
+        """Split the heads: [T, H * d] -> [T, H, d]."""
         return q.unflatten(-1, (-1, self.width))
 
     def forward(
         self, q: torch.Tensor, weights: torch.Tensor, batch: Batch, state: CompressorState, rows: slice
     ) -> torch.Tensor:
-        """A list of window rows and chosen entries for each of R rows of the step: int64 [R, window + k], -1 in unused
-        columns.
+        """Return each row's list of window rows and selected entries: int64 [R, window + k], -1 in unused columns.
 
-        q: prepared queries [R, H, d]; weights: of the heads [R, H]; rows: which of the step's they are.
+        Args:
+            q: queries [R, H, d], rotated and rounded.
+            weights: head weights [R, H].
+            rows: the position of these R rows in the step.
         """
         step, stored = batch.entries[RATIO], state.tensors()
         queries, keys = IndexQueries(q, weights, self.scale), IndexKeys(stored.entries, stored.scale)

@@ -1,4 +1,4 @@
-"""Embedding and linears whose weights stay as stored: filled by weights/fill.py, shaped by checkpoint/layout.py."""
+"""Embedding, linears and norm, with weights as stored: filled by weights/fill.py, shapes from checkpoint/layout.py."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ from dsv4cli.kernels import embedding, gemm, norm
 
 
 def unfilled() -> nn.Parameter:
-    """A parameter before loading: on the meta device, without a shape."""
+    """Return a parameter for a module that is not loaded yet: on the meta device, without a shape."""
     return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
 
 class Embedding(nn.Module):
-    """Every rank holds the whole of it, on its device or in host memory, which is read in place."""
+    """Token embedding. Every rank holds the whole table, on its device or in host memory that the GPU reads."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
@@ -23,12 +23,12 @@ class Embedding(nn.Module):
         self.weight = unfilled()
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> [T, D]."""
+        """Return the embeddings [T, D] of ids int64 [T]."""
         return embedding.embed(ids, self.weight).to(self.numerics.dtype)
 
 
 class StoredMatrix(nn.Module):
-    """A matrix, or several stacked, as stored: the weight and the scales that its format has (config/formats.py)."""
+    """One matrix, or several stacked, in storage format: a weight and its format's scales (config/formats.py)."""
 
     scale: nn.Parameter | None
     scale_2: nn.Parameter | None
@@ -41,18 +41,18 @@ class StoredMatrix(nn.Module):
 
 
 class Linear(StoredMatrix):
-    """y = x @ W.T over a weight in any format; the input of a quantised weight is quantised first."""
+    """y = x @ W.T with a weight in any format. If the weight is quantized, the input is quantized first."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
         self.numerics = numerics
 
     def rounding_scale(self) -> torch.Tensor | None:
-        """The scale of a weight whose input is rounded."""
+        """Return the weight's scale if the input must be rounded, else None."""
         return self.scale if self.numerics.simulate else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, K] in the numerics' dtype -> [T, N] in it."""
+        """Return [T, N] for x [T, K], both in the dtype of the numerics."""
         scale = self.rounding_scale()
         if scale is None:
             return gemm.linear(x, self.weight, self.scale, self.scale_2)
@@ -60,27 +60,27 @@ class Linear(StoredMatrix):
 
 
 class GroupedLinear(StoredMatrix):
-    """The first half of the output projection: one matrix per group, input never quantised."""
+    """First half of the output projection: one matrix per group. The input is never quantized."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, G, K] -> [T, G, N]."""
+        """Return [T, G, N] for x [T, G, K]."""
         return gemm.grouped_linear(x, self.weight, self.scale)
 
 
 class Fp32Linear(nn.Module):
-    """A linear of the fp32 islands (compressor, router, head): operands upcast, sums not rounded."""
+    """A linear that computes in fp32 (compressor, router, head): operands are upcast and sums are not rounded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = unfilled()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [T, K] -> fp32 [T, N]."""
+        """Return fp32 [T, N] for x [T, K]."""
         return gemm.linear_fp32(x, self.weight)
 
 
 class RMSNorm(nn.Module):
-    """RMS norm with a weight, in fp32 with one rounding."""
+    """RMS norm with a weight, computed in fp32 and rounded once."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -88,12 +88,12 @@ class RMSNorm(nn.Module):
         self.weight = unfilled()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., D] -> the same shape and dtype."""
+        """Normalize x [..., D]; shape and dtype stay the same."""
         return norm.rms_norm(x, self.weight, self.eps)
 
 
 def project(x: torch.Tensor, linears: Sequence[Linear | Fp32Linear]) -> list[torch.Tensor]:
-    """What each of these linears gives for x [T, K]: of few tokens in one launch."""
+    """Apply several linears to the same x [T, K]. For few tokens this is one launch."""
     if any(isinstance(one, Linear) and one.scale_2 is not None for one in linears):
         return [one(x) for one in linears]
     kinds = _Kinds(linears)
@@ -101,7 +101,7 @@ def project(x: torch.Tensor, linears: Sequence[Linear | Fp32Linear]) -> list[tor
 
 
 def project_normed(x: torch.Tensor, norm: RMSNorm, linears: Sequence[Linear]) -> list[torch.Tensor]:
-    """What each of these linears gives for norm(x), x [T, K]: of few tokens in one launch."""
+    """Apply several linears to norm(x), x [T, K]. For few tokens this is one launch."""
     if any(one.scale_2 is not None for one in linears):
         return project(norm(x), linears)
     kinds = _Kinds(linears)
@@ -109,13 +109,13 @@ def project_normed(x: torch.Tensor, norm: RMSNorm, linears: Sequence[Linear]) ->
 
 
 class _Kinds:
-    """Linears by what happens to their input and output, as `gemm.linears` takes them."""
+    """Linears grouped by rounding of their input and dtype of their output, as `gemm.linears` expects them."""
 
     def __init__(self, linears: Sequence[Linear | Fp32Linear]) -> None:
         self.rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.plain: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self.fp32: list[torch.Tensor] = []
-        self._places: list[tuple[int, int]] = []  # of each linear its kind, and its number there
+        self._places: list[tuple[int, int]] = []  # (kind, index within the kind) of each linear
         for one in linears:
             scale = one.rounding_scale() if isinstance(one, Linear) else None
             if isinstance(one, Fp32Linear):
@@ -129,5 +129,5 @@ class _Kinds:
                 self.rounded.append((one.weight, scale))
 
     def in_order(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The outputs of all kinds as the linears were given."""
+        """Return the outputs of all kinds in the order of the linears."""
         return [outputs[kind][number] for kind, number in self._places]

@@ -1,4 +1,4 @@
-"""The mixture of experts: a router (scored, or by token id in hash layers), routed experts, one shared expert."""
+"""Mixture of experts: a router (by score, or by token id in hash layers), routed experts and one shared expert."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from dsv4cli.kernels.experts import ExpertWeights
 
 
 class Router(nn.Module):
-    """`ffn.gate`: scores all experts, chooses by biased score or, in a hash layer, by token id."""
+    """The router `ffn.gate`: selects the top-k experts by score plus bias, or by token id in a hash layer."""
 
     tid2eid: nn.Parameter | None
     bias: nn.Parameter | None
@@ -30,8 +30,10 @@ class Router(nn.Module):
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [T, D], token ids int64 [T] -> expert numbers int64 [T, k] and their weights fp32 [T, k]. routed: as of
-        `Batch`."""
+        """Route x [T, D] with token ids int64 [T]: expert numbers int64 [T, k] and weights fp32 [T, k].
+
+        routed: as in `Batch`.
+        """
         scale = self.config.routed_scaling_factor
         if self.tid2eid is not None:
             return routing.route_by_id(x, self.weight, self.tid2eid, ids, scale, routed)
@@ -40,18 +42,18 @@ class Router(nn.Module):
 
 
 class ExpertSource(Protocol):
-    """Where the routed experts of a layer come from: its own parameters, or weights/offload.py."""
+    """Source of a layer's routed experts: its own parameters, or weights/offload.py."""
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
-        """The experts; those chosen int64 [T, k] are on the device until the next call for any layer."""
+        """Return the experts. Those in `chosen`, int64 [T, k], stay on the device until the next call for any layer."""
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of an expert's matrices and scales."""
+        """Bytes of one expert's matrices and scales."""
 
 
 class Experts(nn.Module):
-    """The routed experts, each matrix stacked over all of them; a rank holds its share of their inner width."""
+    """The routed experts, each matrix stacked over all of them. A rank holds a shard of each expert's inner width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,17 +62,17 @@ class Experts(nn.Module):
         self.w3 = StoredMatrix()
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
-        """All experts, whichever are chosen int64 [T, k]."""
+        """Return all experts; `chosen` is ignored."""
         return matrices(self)
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of an expert."""
+        """Bytes of one expert."""
         return sum(part[0].nbytes for part in self.parameters())
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token goes through, with the same clamp."""
+    """The expert that processes every token, with the same clamp as the routed ones."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class SharedExpert(nn.Module):
 
 
 class MoE(nn.Module):
-    """Router, routed experts and shared expert of one layer; a rank holds its share of each expert's inner width."""
+    """Router, routed experts and shared expert of one layer. A rank holds a shard of each expert's inner width."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, is_hash: bool, world: World) -> None:
         super().__init__()
@@ -92,21 +94,21 @@ class MoE(nn.Module):
         self.shared_experts = SharedExpert(numerics)
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x: normed hidden state [T, D], or this rank's rows of it -> the same rows."""
+        """Return the experts' output for x: normed hidden state [T, D], or only this rank's rows of it."""
         rows, tokens = len(x), len(batch.ids)
-        # the row that padding follows may be another rank's: there padding chooses for itself
+        # if ranks hold different rows, another rank may hold the row that padding copies: padding is then routed itself
         routed_as = batch.routed if rows == tokens else None
         chosen, weights = self.gate(x, batch.ids[self.world.rows_held(rows, tokens)], routed_as)
         x, chosen, weights = self.world.gather_rows([x, chosen, weights], tokens)
         routed, shared = self.experts.fetch(chosen), matrices(self.shared_experts)
-        # what several ranks add up is rounded once
+        # partial results of several ranks are summed in fp32 and rounded once
         dtype = x.dtype if self.world.size == 1 else torch.float32
         part = experts.mixture(x, routed, shared, chosen, weights, self.limit, self.simulate, dtype)
         return self.world.sum_rows(part, rows, x.dtype)
 
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:
-    """What the kernels take of a module."""
+    """Return a module's weights as the kernels expect them."""
     w1, w2, w3 = module.w1, module.w2, module.w3
     return ExpertWeights(
         w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale, None, w1.scale_2, w2.scale_2, w3.scale_2

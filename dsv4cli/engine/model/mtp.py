@@ -1,4 +1,4 @@
-"""The multi-token-prediction block of the April releases: drafts the token after the next one."""
+"""The multi-token-prediction (MTP) block of the April releases: drafts the token after the next one."""
 
 import torch
 
@@ -13,7 +13,7 @@ from dsv4cli.engine.parallel.world import World
 
 
 class MTP(Block):
-    """`mtp.0`: a block of ratio 0 over the model's last streams plus the embedding of the next token."""
+    """`mtp.0`: a block of ratio 0 whose input is the model's last streams plus the embedding of the next token."""
 
     norm: RMSNorm
 
@@ -26,24 +26,26 @@ class MTP(Block):
         add_head(self, config)
 
     def absorb(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: LayerCache) -> None:
-        """Stores the stage's keys of positions that the model has computed; arguments as of `draft`."""
+        """Store the stage's keys for positions that the model has computed. Arguments as in `draft`."""
         x, _, _ = self.connect(self.enter(streams, embedded), "attn")
         self.attn.store_keys(self.attn_norm(x), batch, cache.window)
 
     def draft(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
-        """The stage's own streams [T, N, D].
+        """Return the stage's own streams [T, N, D].
 
-        streams: the model's streams after its last layer, before the hyper-head [T, N, D], or those of this stage one
-        position before; embedded: embedding of the token that follows each position [T, D]; batch: the positions of
-        `streams`.
+        Args:
+            streams: the model's streams [T, N, D] after its last layer, before the hyper-head, or this stage's streams
+                one position earlier.
+            embedded: embedding [T, D] of the token after each position.
+            batch: the positions of `streams`.
         """
         return self(self.enter(streams, embedded), batch, cache).connect_post()
 
     def enter(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """The streams [T, N, D] that the stage begins with; arguments as of `draft`."""
+        """Return the stage's input streams [T, N, D]. Arguments as in `draft`."""
         hidden = self.h_proj(self.hnorm(streams).flatten(0, 1)).view(streams.shape)
         return self.e_proj(self.enorm(embedded))[:, None] + hidden
 
     def normed(self, streams: torch.Tensor) -> torch.Tensor:
-        """The stage's streams [R, N, D] -> the input of the shared head [R, D]."""
+        """Return the shared head's input [R, D] from the stage's streams [R, N, D]."""
         return self.norm(collapse(self, self.config, streams))

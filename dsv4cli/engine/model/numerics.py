@@ -1,4 +1,4 @@
-"""Which roundings a forward pass makes: a value handed to the model, never a habit of a module."""
+"""The dtype and rounding of a forward pass, passed to every module explicitly."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,14 @@ import torch
 
 @dataclass(frozen=True)
 class Numerics:
-    """dtype: of activations and of the cache. simulate: whether values are rounded as the official code rounds them.
+    """Dtype, rounding and determinism of a forward pass.
 
-    exact: whether a row of a step has the same bits on a GPU whatever the other rows are, for steps of up to
-    kernels/rows.py ROWS_EXACT rows; else the last bits of its sums depend on their number. On a CPU they never do.
+    Attributes:
+        dtype: dtype of activations and of the cache.
+        simulate: whether to round values as the official code does.
+        exact: whether a row's bits on a GPU are independent of the other rows of the step, for steps of up to
+            ROWS_EXACT rows (kernels/rows.py). If False, the last bits of its sums depend on the number of rows. On a
+            CPU a row's bits are always independent.
     """
 
     dtype: torch.dtype
@@ -19,10 +23,10 @@ class Numerics:
 
     @classmethod
     def reference(cls, exact: bool = False) -> "Numerics":
-        """Every rounding of the official model: bf16, FP8 inputs of quantised linears, FP8 keys, FP4 indexer."""
+        """Return numerics with every rounding of the official model: bf16, FP8 inputs and keys, FP4 indexer."""
         return cls(torch.bfloat16, simulate=True, exact=exact)
 
     @classmethod
     def plain(cls, dtype: torch.dtype = torch.float32, exact: bool = False) -> "Numerics":
-        """No simulation: the model's formulas in one dtype, with the official fp32 islands."""
+        """Return numerics without simulated rounding: one dtype, and fp32 where the official code uses it."""
         return cls(dtype, simulate=False, exact=exact)

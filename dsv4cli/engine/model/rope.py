@@ -1,6 +1,6 @@
-"""The two rope tables: plain for layers of ratio 0, YaRN for layers of ratio 4 or 128.
+"""The two RoPE frequency tables: plain for layers of ratio 0, YaRN for layers of ratio 4 or 128.
 
-Source: official model.py (`precompute_freqs_cis`): fp32 frequencies, fp32 angles, no attention factor, at every length.
+Source: official model.py (`precompute_freqs_cis`): fp32 frequencies and angles, no attention factor, at every length.
 """
 
 import math
@@ -11,7 +11,7 @@ from dsv4cli.engine.config.model_config import ModelConfig
 
 
 def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
-    """The frequency of each rope pair for a layer of this ratio: fp32 [qk_rope_head_dim / 2]."""
+    """Return the frequency of each RoPE pair for a layer of this ratio: fp32 [qk_rope_head_dim / 2]."""
     dims = config.qk_rope_head_dim
     theta = config.compress_rope_theta if ratio else config.rope_theta
     plain = 1.0 / theta ** (torch.arange(0, dims, 2, dtype=torch.float32, device="cpu") / dims)
@@ -23,9 +23,9 @@ def frequencies(config: ModelConfig, ratio: int) -> torch.Tensor:
 
 
 def correction_range(config: ModelConfig, theta: float) -> tuple[float, float]:
-    """Between which pairs the interpolation fades in: pair `low` keeps its frequency, pair `high` is divided.
+    """Return the pairs (low, high) between which YaRN ramps up: `low` keeps its frequency, `high` is divided.
 
-    Betas may leave `high` below `low`; then, as officially, it fades the other way.
+    The betas can put `high` below `low`; the ramp is then reversed, as in the official code.
     """
     dims, yarn = config.qk_rope_head_dim, config.yarn
 

@@ -1,4 +1,4 @@
-"""The whole model: tokens → embedding → blocks → hyper-head → head → logits, and the drafter beside it."""
+"""The whole model: tokens → embedding → blocks → hyper-head → head → logits, with the drafter."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,20 +23,22 @@ from dsv4cli.kernels.rows import exact_rows
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """What the blocks give for T tokens: streams [T, N, D] after the last layer; context [T, L * D], the mean over the
-    streams of each DSpark target layer side by side, None without a DSpark drafter."""
+    """Output of the blocks for T tokens: residual streams [T, N, D] after the last layer.
+
+    context: [T, L * D], the mean over the streams after each DSpark target layer, concatenated; else None.
+    """
 
     streams: torch.Tensor
     context: torch.Tensor | None = None
 
 
 class Transformer(nn.Module):
-    """DeepSeek-V4. Parameters carry the checkpoint's names (experts stacked) and are filled by `weights.fill`."""
+    """DeepSeek-V4. Parameters have the checkpoint's names (experts stacked) and are filled by `weights.fill`."""
 
     norm: RMSNorm
     mtp: nn.ModuleList
-    prefill_chunk = USUAL_CHUNK  # tokens of a prompt in a step where a request does not say; loading finds how many
-    stored_bytes = 0  # of this rank's weights in the checkpoint; set by loading
+    prefill_chunk = USUAL_CHUNK  # default tokens per prefill chunk; loading chooses it by free memory
+    stored_bytes = 0  # bytes of this rank's weights in the checkpoint; set by loading
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:
         super().__init__()
@@ -56,7 +58,7 @@ class Transformer(nn.Module):
             self.mtp = DSpark(config, numerics, world)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> HiddenStates:
-        """Runs the blocks over the step's tokens; what they remember goes into the layers' caches."""
+        """Run the blocks over the step's tokens and update the layers' caches."""
         config, tokens, means = self.config, len(batch.ids), list[torch.Tensor]()
         state = self.embed(batch.ids[self.world.own_rows(tokens)])[:, None].expand(-1, config.hc_mult, -1)
         targets = config.dspark.target_layer_ids if config.dspark else ()
@@ -70,10 +72,10 @@ class Transformer(nn.Module):
             return HiddenStates(*self.world.gather_rows(own, tokens))
 
     def logits(self, streams: torch.Tensor) -> torch.Tensor:
-        """Streams of the wanted rows [R, N, D] -> fp32 [R, V], never rounded."""
+        """Return logits fp32 [R, V], not rounded, for the streams [R, N, D] of the requested rows."""
         with exact_rows(self.numerics.exact):
             return self.vocabulary(self.norm(collapse(self, self.config, streams)))
 
     def vocabulary(self, x: torch.Tensor) -> torch.Tensor:
-        """The shared head over a normed hidden state [R, D] -> fp32 [R, V]."""
+        """Apply the shared head to a normed hidden state [R, D]: fp32 [R, V]."""
         return self.world.gather_columns(self.head(x))
