@@ -1,9 +1,8 @@
 """Exchange of sums between programs of a launch without a counter: a word is 0 until its sum has been written.
 
 A program stores the inverted bits of a sum. Exactly one other program reads them and resets the word to 0. Programs
-that
-read have higher numbers than programs that write, so the writers are already running, or have finished, when a reader
-waits for them. The words come from `workspace.words`.
+that read have higher numbers than programs that write, so the writers are already running, or have finished, when a
+reader waits for them. The words come from `workspace.words`.
 """
 
 import triton
@@ -23,8 +22,7 @@ def take(pointers, inside):
     """Wait for the fp32 values at these int32 pointers, return them and reset the words; 0 outside the mask `inside`.
 
     Needs at least as many words as the program has threads. With fewer, several threads poll the same word, and a slow
-    one
-    would wait forever for a word that another thread has already reset.
+    one would wait forever for a word that another thread has already reset.
     """
     bits = tl.load(pointers, inside, other=-1, volatile=True)
     while tl.min(bits.to(tl.uint32, bitcast=True)) == 0:

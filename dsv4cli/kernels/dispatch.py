@@ -47,8 +47,7 @@ def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
     """Return the module that computes on x: a family's `ref`, or its `kernel`, which has the same functions.
 
     Triton is imported when a kernel is first chosen. Raises KernelUnsupported if "triton" is set and the tensor is not
-    on a
-    GPU, or if autograd records x: the kernels have no gradients.
+    on a GPU, or if autograd records x: the kernels have no gradients.
     """
     backend = _chosen.get()
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):

@@ -1,10 +1,9 @@
 """Fast launches of Triton kernels: a repeated launch goes directly to the compiled kernel.
 
 Triton looks up a compiled kernel by what it specializes on: each tensor's dtype and whether its address is a multiple
-of
-16 bytes, each integer's class, and the value of each constant and option. Triton's own lookup takes 15 to 70 us. Here a
-few calls into C build the same key from the arguments; the first launch with a key uses Triton's path. Only the first
-launch checks that tensors are on the GPU, that module constants have not changed, and how Triton is configured.
+of 16 bytes, each integer's class, and the value of each constant and option. Triton's own lookup takes 15 to 70 us.
+Here a few calls into C build the same key from the arguments; the first launch with a key uses Triton's path. Only the
+first launch checks that tensors are on the GPU, that module constants have not changed, and how Triton is configured.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -95,10 +94,8 @@ class Kernel(JITFunction):  # type: ignore[misc] # Triton has no types
         """The kernel's key in Triton's cache.
 
         Triton reads the constants of a called function before it has collected them (DependenciesFinder._update_hash).
-        They
-        are collected here first. Otherwise the key would depend on what was compiled before, and the next process would
-        not
-        find the kernel.
+        They are collected here first. Otherwise the key would depend on what was compiled before, and the next process
+        would not find the kernel.
         """
         if self.hash is None:
             for called in called_by(self)[:-1]:

@@ -33,8 +33,7 @@ def overlap_beside(x: torch.Tensor, registers: int) -> dict[str, Any]:
     """Return the options of `overlap`, with at most this many registers per thread.
 
     If that leaves registers free on every multiprocessor, one program of the next kernel starts there next to each
-    program
-    of this one. The next kernel's programs then do not crowd the multiprocessors that finish first.
+    program of this one. The next kernel's programs then do not crowd the multiprocessors that finish first.
     """
     options = overlap(x)
     return options | {"maxnreg": registers} if options["OVERLAP"] else options
@@ -45,8 +44,7 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     """Wait until the previous kernels have finished, then let the next kernel start.
 
     Every program calls this once, before it stores anything and before it loads anything that the previous kernel may
-    have
-    written. The next kernel starts after all programs have returned from here; an earlier start would take the
+    have written. The next kernel starts after all programs have returned from here; an earlier start would take the
     multiprocessors of programs that have not started yet. A kernel may therefore load, before it waits itself, what the
     kernels before the previous one have written, if it bypasses a cache that may be stale (`.cg`).
     """

@@ -1,9 +1,8 @@
 """Words of device memory that launches share. Each launch finds them 0 and leaves them 0.
 
 The programs of a launch exchange sums or counts there (cross_program.py), so two launches that run at the same time
-must
-not share them. An engine runs one step at a time: it owns a workspace and makes it current for each step. A CUDA graph
-captured in a step stores the addresses of the workspace, so its owner must keep both.
+must not share them. An engine runs one step at a time: it owns a workspace and makes it current for each step. A CUDA
+graph captured in a step stores the addresses of the workspace, so its owner must keep both.
 """
 
 from collections.abc import Iterator

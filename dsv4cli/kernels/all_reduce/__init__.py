@@ -1,8 +1,7 @@
 """Sums over the ranks of one machine whose GPUs write into each other's memory: one launch, also in a CUDA graph.
 
-Of small sums every rank gets all rows. Of large ones it gets its share of the rows, and what it makes of them is
-gathered later. The twins in plain PyTorch are those of torch.distributed; engine/parallel/world.py calls them where
-these do not serve.
+For small sums every rank gets all rows. For large sums each rank gets its share of the rows, and the results are
+gathered later. The reference is torch.distributed, which engine/parallel/world.py uses when these kernels cannot.
 """
 
 from collections.abc import Sequence
@@ -11,19 +10,22 @@ from importlib import import_module
 
 import torch
 
-# programs of a launch at most, all of which an H200 has room for at once, and 4-byte words that each sends at once. On
-# two H200s a share of 134 MB takes 211 us, and NCCL 299; with 1,024 programs 258, with 512 of four times the words 214
+# most programs of a launch, which all run at once on an H200, and 4-byte words that each sends at a time. On two H200s
+# a share of 134 MB takes 211 us (NCCL: 299 us; 1,024 programs: 258 us; 512 programs with four times the words: 214 us)
 PROGRAMS, WORDS = 2048, 512
 
 
 @dataclass(frozen=True)
 class SymmetricBuffers:
-    """Where the ranks leave their parts of a sum for each other.
+    """Buffers in which the ranks exchange the parts of a sum.
 
-    buffers: each rank's int32 [PROGRAMS, 2, ranks, WORDS] as this GPU has it mapped, zeros before the first sum. A
-        program's parts of one sum go to the first of two halves and those of its next sum to the second: a rank that
-        sends the next but one has the others' parts of the next, which they sent after taking the one before.
-    sums: int32 [PROGRAMS], of this rank alone: how many sums each program has made.
+    Attributes:
+        buffers: each rank's int32 [PROGRAMS, 2, ranks, WORDS] as mapped on this GPU, zeros before the first sum. A
+            program
+            uses the two halves alternately. That is safe: when a rank sends the parts of a sum, it has received the
+            others'
+            parts of the sum before, which they sent after they had read the sum before that.
+        sums: int32 [PROGRAMS] of this rank alone: how many sums each program has computed.
     """
 
     rank: int
@@ -31,13 +33,16 @@ class SymmetricBuffers:
     sums: torch.Tensor
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether `all_reduce` takes x, which has no gaps: few whole words of bf16 or fp32."""
+        """Return whether `all_reduce` supports x, which is contiguous: bf16 or fp32, whole words, not too many."""
         words, rest = divmod(x.nbytes, 4)
         aligned = not rest and x.storage_offset() * x.itemsize % 4 == 0
         return x.dtype in (torch.float32, torch.bfloat16) and aligned and words <= PROGRAMS * WORDS
 
     def carries(self, *parts: torch.Tensor) -> bool:
-        """Whether `all_gather` takes these, each without gaps: rows of whole words; `reduce_scatter` takes no int64."""
+        """Return whether `all_gather` supports these contiguous tensors: each row must be whole words.
+
+        `reduce_scatter` has the same requirements, but does not support int64.
+        """
         return all(
             x.dtype in (torch.float32, torch.bfloat16, torch.int64)
             and x[:1].nbytes % 4 == 0
@@ -47,33 +52,36 @@ class SymmetricBuffers:
 
 
 def buffer_shape(ranks: int) -> tuple[int, int, int, int]:
-    """The shape of a rank's buffer."""
+    """Return the shape of a rank's buffer."""
     return PROGRAMS, 2, ranks, WORDS
 
 
 def all_reduce(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuffers) -> torch.Tensor:
-    """The sum of all ranks' x in their order, in fp32, rounded once to dtype, which is bf16 or fp32.
+    """Return the sum of all ranks' x in rank order, in fp32, rounded once to dtype, which is bf16 or fp32.
 
-    x: fp32 or bf16 without gaps, as `SymmetricBuffers.takes`. Every rank calls it with the same shape, in one order, on
-    CUDA streams that follow one another. Returns a new tensor, the same bits on every rank except where x is not a
-    number.
+    x: fp32 or bf16, contiguous; see `SymmetricBuffers.takes`. Every rank must make the same calls with the same shapes,
+    on ordered CUDA streams. Returns a new tensor with the same bits on every rank, except for NaN.
     """
     return import_module(".kernel", __package__).all_reduce(x, dtype, symmetric)
 
 
 def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: SymmetricBuffers) -> torch.Tensor:
-    """This rank's share of the rows of the sum of all ranks' x in their order, in fp32, rounded once to dtype.
+    """Return this rank's share of the rows of `all_reduce`.
 
-    x: [T, ...], as `SymmetricBuffers.carries`; dtype and calls as of `all_reduce`. Returns [R, ...], see `shares`.
+    x: [T, ...], see `SymmetricBuffers.carries`. dtype and calls: as for `all_reduce`. Returns [R, ...], see `shares`.
     """
     return import_module(".kernel", __package__).reduce_scatter(x, dtype, symmetric)
 
 
 def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: SymmetricBuffers) -> list[torch.Tensor]:
-    """All rows of several tensors of which each rank has its share.
+    """Gather all rows of several tensors that are sharded by rows.
 
-    parts: [R, ...] each, this rank's of so many tokens (`shares`), as `SymmetricBuffers.carries`, int64 between
-    -2 ** 31 and 2 ** 31; calls as of `all_reduce`. Returns [tokens, ...] of each, the same bits on every rank except
-    where they are not a number.
+    Args:
+        parts: this rank's share [R, ...] of each tensor (`shares`), see `SymmetricBuffers.carries`; int64 must be
+            between
+            -2 ** 31 and 2 ** 31. Calls: as for `all_reduce`.
+        tokens: rows of all ranks together.
+
+    Returns [tokens, ...] for each tensor, with the same bits on every rank, except for NaN.
     """
     return import_module(".kernel", __package__).all_gather(parts, tokens, symmetric)

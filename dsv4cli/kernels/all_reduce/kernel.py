@@ -1,11 +1,11 @@
-"""Sums over ranks in Triton: each program sends its words of this rank's part to the others and takes theirs.
+"""Sums over ranks in Triton: each program sends its words of this rank's part to the other ranks and reads theirs.
 
-No flags and no barrier: a word that has arrived is not 0 (kernels/cross_program.py). A program waits for its like on
-the other ranks only, which send before they wait; a launch is small enough for all its programs to run at once. Of
-large sums a program sends one block of words after another.
+There are no flags and no barrier: a word that has arrived is not 0 (kernels/cross_program.py). A program waits only for
+the same program on the other ranks, which sends before it waits. A launch is small enough for all its programs to run
+at the same time. For large sums a program sends one block of words after another.
 
-Each exchange of a program is one with all the others, also where there are no rows for them: what has come from a rank
-says that it has taken what was sent to it before, and nothing else does.
+Every exchange of a program is with all other ranks, even if they need no rows: only the arrival of a rank's words shows
+that the rank has read what it was sent before.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,11 @@ from dsv4cli.kernels.shares import UNIT, rows_each, share_of
 if TYPE_CHECKING:
     from dsv4cli.kernels.all_reduce import SymmetricBuffers
 
-# a program's words are at least as many as its threads, see `take`
+# few enough that a program has at least one word per thread, see `take`
 WARPS = 4
-# words that a thread writes at once where the compiler knows that they begin at a multiple of as many
+# words that a thread writes at once if the compiler knows that they start at a multiple of this number
 VECTOR = 4
-# bits of a word of integers that are sent inverted: the one word that cannot be sent, -1, is then that of -2 ** 31
+# bits of integer words that are inverted when sent: the one word that cannot be sent, -1, then stands for -2 ** 31
 INVERTED = 0x7FFFFFFF
 
 
@@ -61,7 +61,7 @@ def reduce_scatter(x: torch.Tensor, dtype: torch.dtype, symmetric: "SymmetricBuf
 def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "SymmetricBuffers") -> list[torch.Tensor]:
     ranks, (programs, *_, block) = len(symmetric.buffers), symmetric.buffers[0].shape
     each, widths = rows_each(tokens, ranks), [x.shape[1:].numel() * x.itemsize // 4 for x in parts]
-    # whole shares of all ranks: what is written has no end within four words
+    # whole shares of all ranks, so that no write ends within four words
     ys = [torch.empty(ranks * each, *x.shape[1:], dtype=x.dtype, device=x.device) for x in parts]
     part = gcd(*widths)
     if part and tokens:
@@ -78,7 +78,10 @@ def all_gather(parts: Sequence[torch.Tensor], tokens: int, symmetric: "Symmetric
 
 @triton.jit
 def _part(mine, pointers, inside, OWN: tl.constexpr, PAIRS: tl.constexpr):
-    """A rank's fp32 values [BLOCK], or of pairs of bf16 [2 * BLOCK]: this one's, or what has come to the pointers."""
+    """Return a rank's fp32 values: `mine` if OWN, otherwise what arrived at `pointers`.
+
+    The shape is [BLOCK], or [2 * BLOCK] for pairs of bf16.
+    """
     bits = mine if OWN else take(pointers, inside).to(tl.int32, bitcast=True)
     if PAIRS:
         first = (bits << 16).to(tl.float32, bitcast=True)
@@ -115,16 +118,17 @@ def _exchange(
     total = _part(mine, buffers[RANK] + at, inside, RANK == 0, PAIRS)
     for rank in tl.static_range(1, RANKS):
         total += _part(mine, buffers[RANK] + at + rank * BLOCK, inside, rank == RANK, PAIRS)
-    # every thread has loaded it: those of a program have met in `take`
+    # every thread has loaded it: the threads of a program synchronize in `take`
     tl.store(sums + program, number + 1)
     tl.store(y + value, total.to(y.dtype.element_ty), value < words * EACH)
 
 
 @triton.jit
 def _turn(sums, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the first rank's words of a program's next exchange lie in a buffer; counts it.
+    """Count a program's next exchange and return the offsets of the first rank's words in a buffer.
 
-    What the program has set to 0 is seen by all before it sends again: the others fill these words when that has come.
+    The words that the program has reset to 0 are visible to all ranks before the program sends again, and the other
+    ranks fill these words only after that has arrived.
     """
     program = tl.program_id(0)
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""Block scales in Triton: codes by arithmetic on fp32 bits, so that a GPU without FP8 gives the same values."""
+"""Block scales in Triton. Codes are computed on fp32 bits, so a GPU without FP8 produces the same values."""
 
 import torch
 import triton
@@ -28,7 +28,7 @@ def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
 
 def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), _scale(x, block)
-    times = 4 if scale.numel() >= 1 << 15 else 1  # measured on an H200: 15 to 20 % less time
+    times = 4 if scale.numel() >= 1 << 15 else 1  # 15 to 20 % faster (H200)
     _launch(_fp8_codes, x, block, (codes.view(torch.uint8), scale.view(torch.uint8)), (FP8_AMAX_FLOOR, E4M3_MAX), times)
     return codes, scale
 
@@ -52,7 +52,7 @@ def _launch(
     constants: tuple[float, ...],
     times: int = 1,
 ) -> None:
-    """Runs a kernel over the blocks of x, `times` as many in a program as `tile` says."""
+    """Launch a kernel over the blocks of x, with `times` as many blocks per program as `tile` says."""
     given, (per_program, _, warps) = _blocks(x, block), tile(block)
     count, per_program = x.numel() // block, per_program * times
     if count:
@@ -63,7 +63,7 @@ def _launch(
 
 
 def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
-    """x as rows; refuses blocks that are no power of two or do not divide them."""
+    """Return x as rows. Raises KernelUnsupported unless `block` is a power of two that divides the columns."""
     if block & (block - 1) or x.shape[-1] % block:
         raise KernelUnsupported(
             f"the Triton rounding takes blocks of a power of two that divides {x.shape[-1]} columns, not of {block}"
@@ -73,16 +73,16 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
 
 @triton.jit
 def power_of_two_ceil(x):
-    """The bits (int32) of the smallest power of two >= x: fp32, positive, normal and below 2 ** 127."""
+    """Return the bits (int32) of the smallest power of two >= x. x: fp32, positive, normal and below 2 ** 127."""
     return (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
 
 
 @triton.jit
 def round_to_code(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
-    """x (fp32) to the nearest value with MANTISSA bits, ties to even; spaced as at 2 ** LOWEST below it."""
+    """Round x (fp32) to MANTISSA mantissa bits, ties to even; below 2 ** LOWEST with the spacing at 2 ** LOWEST."""
     magnitude = tl.abs(x)
     power = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
-    # the sum with this power of two ends at the format's last place: the addition rounds
+    # in the sum with this power of two, the last bit is the format's last bit, so the addition rounds
     large = (tl.maximum(power, (127 + LOWEST) << 23) + ((23 - MANTISSA) << 23)).to(tl.float32, bitcast=True)
     rounded = (magnitude + large) - large
     sign = x.to(tl.int32, bitcast=True) & -0x80000000
@@ -91,10 +91,10 @@ def round_to_code(x, MANTISSA: tl.constexpr, LOWEST: tl.constexpr):
 
 @triton.jit
 def scaled_blocks(values, FLOOR: tl.constexpr, LARGEST: tl.constexpr):
-    """values (fp32 [n, block]) divided by each row's scale, and that scale as bits (int32 [n, 1])."""
+    """Return values (fp32 [n, block]) divided by each row's scale, and the scales as bits (int32 [n, 1])."""
     amax = tl.maximum(tl.max(tl.abs(values), 1, keep_dims=True), FLOOR)
     scale = power_of_two_ceil(amax * (1.0 / LARGEST))
-    # a product with 1 / scale, exact where a division may not be; no larger than LARGEST, for the scale is rounded up
+    # multiplying by 1 / scale is exact; a division may not be. At most LARGEST, because the scale is rounded up
     return values * ((254 << 23) - scale).to(tl.float32, bitcast=True), scale
 
 
@@ -102,29 +102,29 @@ def scaled_blocks(values, FLOOR: tl.constexpr, LARGEST: tl.constexpr):
 def code_blocks(
     values, FLOOR: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, LOWEST: tl.constexpr
 ):  # fmt: skip
-    """The codes of values (fp32 [n, block]) as fp32 numbers, and each row's scale as bits (int32 [n, 1])."""
+    """Return the codes of values (fp32 [n, block]) as fp32 numbers, and each row's scale as bits (int32 [n, 1])."""
     values, scale = scaled_blocks(values, FLOOR, LARGEST)
     return round_to_code(values, MANTISSA, LOWEST), scale
 
 
 @triton.jit
 def through_fp8(values):
-    """values (fp32 [n, block]) as fp8_round leaves them, fp32."""
+    """Return fp8_round of values (fp32 [n, block]), each row one block, in fp32."""
     codes, scale = code_blocks(values, FP8_FLOOR, FP8_LARGEST, 3, -6)
     return codes * scale.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def through_fp4(values):
-    """values (fp32 [n, block]) as fp4_round leaves them, fp32."""
+    """Return fp4_round of values (fp32 [n, block]), each row one block, in fp32."""
     codes, scale = code_blocks(values, FP4_FLOOR, FP4_LARGEST, 1, 0)
     return codes * scale.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e4m3_bits(x):
-    """The codes (uint8) of fp32 numbers that e4m3 has, by integers; what is not finite becomes NaN."""
-    # with the exponent moved from bias 127 to 7 the code lies in the upper bits, e4m3's subnormals included
+    """Return the codes (uint8) of fp32 numbers that are e4m3 values, by integer arithmetic; infinities become NaN."""
+    # with the exponent bias changed from 127 to 7 the upper bits are the code, also of e4m3's subnormals
     moved = (tl.abs(x) * 2.0**-120).to(tl.int32, bitcast=True) >> 20
     sign = (x.to(tl.int32, bitcast=True) >> 24) & 0x80
     return (tl.minimum(moved, 0x7F) | sign).to(tl.uint8)
@@ -132,9 +132,9 @@ def e4m3_bits(x):
 
 @triton.jit
 def _load_blocks(x, count, stride, GROUPS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """The program's BLOCKS blocks of rows that have GROUPS each: their numbers, int64 [BLOCKS, 1], and their values.
+    """Load the program's BLOCKS blocks from rows of GROUPS blocks each.
 
-    Values: fp32 [BLOCKS, BLOCK], 0 behind block count - 1.
+    Returns the block numbers, int64 [BLOCKS, 1], and the values, fp32 [BLOCKS, BLOCK], 0 from block `count` on.
     """
     number = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)[:, None]
     place = number // GROUPS * stride + number % GROUPS * BLOCK + tl.arange(0, BLOCK)[None]
@@ -186,8 +186,11 @@ def _fp8_codes(
 
 @triton.jit
 def e2m1_pairs(x):
-    """The codes of fp32 numbers [n, m] that e2m1 has, of others some code: uint8 [n, m / 2], low nibble first."""
-    # with the exponent moved from bias 127 to 1 the code lies in the upper bits, the subnormal included
+    """Return the packed codes of fp32 numbers [n, m] that e2m1 can represent: uint8 [n, m / 2], low nibble first.
+
+    The codes of other numbers are arbitrary.
+    """
+    # with the exponent bias changed from 127 to 1 the upper bits are the code, also of the subnormal
     moved = (tl.abs(x) * 2.0**-126).to(tl.int32, bitcast=True) >> 22
     codes = (moved & 7) | ((x.to(tl.int32, bitcast=True) >> 28) & 8)
     even, odd = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
@@ -230,10 +233,10 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def butterflies(values, STAGES: tl.constexpr):
-    """Rows of 2 ** STAGES values (fp32 [n, 2 ** STAGES]) times the Hadamard matrix of ones."""
+    """Multiply rows of 2 ** STAGES values (fp32 [n, 2 ** STAGES]) by the unnormalized Hadamard matrix."""
     ROWS: tl.constexpr = values.shape[0]
     for _ in tl.static_range(STAGES):
-        # a butterfly over the lowest bit of the index, which becomes the highest: after all stages each is in its place
+        # a butterfly over the index's lowest bit, which becomes the highest: after all stages the order is restored
         even, odd = tl.split(tl.reshape(values, [ROWS, 2 ** (STAGES - 1), 2]))
         values = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 2, 1]), [ROWS, 2**STAGES])
     return values

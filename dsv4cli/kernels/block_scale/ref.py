@@ -18,13 +18,13 @@ from dsv4cli.kernels.formats import (
 
 
 def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two >= x, on the bit pattern; x: fp32, positive and normal."""
+    """Return the smallest power of two >= x, computed on the bit pattern. x: fp32, positive and normal."""
     # any bit of the mantissa carries into the exponent
     return ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
 
 
 def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Tensor:
-    """The scale of each block: blocks fp32 [..., n, block] -> fp32 [..., n, 1]."""
+    """Return the scale of each block: blocks fp32 [..., n, block] -> fp32 [..., n, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(floor)
     # the official kernel multiplies by the reciprocal, rounded to fp32
     return power_of_two_ceil(amax * (1.0 / largest))
@@ -42,7 +42,7 @@ def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes e4m3 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
+    """Return codes e4m3 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = block_scale(blocks, FP8_AMAX_FLOOR, E4M3_MAX)
     return (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale
@@ -63,16 +63,16 @@ def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp4(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as e2m1 values in fp32 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
+    """Return codes as e2m1 values in fp32 [..., n, block] and scales fp32 [..., n, 1] of the blocks of x."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = block_scale(blocks, FP4_AMAX_FLOOR, E2M1_MAX)
     return round_e2m1((blocks / scale).clamp(-E2M1_MAX, E2M1_MAX)), scale
 
 
 def round_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to the nearest e2m1 value, ties to the even code; x: fp32 within +-6."""
+    """Round x to the nearest e2m1 value, ties to the even code. x: fp32 within +-6."""
     magnitude = x.abs()
-    # spacing of the codes: 0.5 below 2, 1 below 4, 2 up to 6; round() itself takes ties to even
+    # spacing of the codes: 0.5 below 2, 1 below 4, 2 up to 6; round() rounds ties to even
     step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
     return torch.copysign((magnitude / step).round() * step, x)
 
@@ -96,30 +96,30 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
 
 
 def unpack_e2m1(packed: torch.Tensor) -> torch.Tensor:
-    """The values of packed codes: int8 or uint8 [..., K/2] -> fp32 [..., K], low nibble first."""
+    """Return the values of packed codes: int8 or uint8 [..., K/2] -> fp32 [..., K], low nibble first."""
     pairs = torch.index_select(_e2m1_pairs(packed.device), 0, packed.reshape(-1).view(torch.uint8).int())
     return pairs.view(torch.float32).view(*packed.shape[:-1], 2 * packed.shape[-1])
 
 
 def widen_e4m3(codes: torch.Tensor) -> torch.Tensor:
-    """The values of e4m3 codes, fp32 of the same shape."""
+    """Return the values of e4m3 codes, fp32 of the same shape."""
     if codes.device.type != "cpu" or codes.shape[-1] % 2:
         return codes.float()
-    # PyTorch converts float8 one at a time on a CPU; two through a table take a third of the time
+    # PyTorch converts float8 one value at a time on a CPU; a table lookup of two values takes a third of the time
     pairs = torch.index_select(_e4m3_pairs(), 0, codes.reshape(-1).view(torch.uint16).int())
     return pairs.view(torch.float32).view(codes.shape)
 
 
 @cache
 def _e2m1_pairs(device: torch.device) -> torch.Tensor:
-    """[256] int64, each the two fp32 values of a byte."""
+    """Return int64 [256]: the two fp32 values of each byte."""
     values, byte = torch.tensor(E2M1_VALUES, dtype=torch.float32, device="cpu"), torch.arange(256, device="cpu")
     return torch.stack((values[byte & 15], values[byte >> 4]), -1).view(torch.int64).flatten().to(device)
 
 
 @cache
 def _e4m3_pairs() -> torch.Tensor:
-    """[65536] int64, each the two fp32 values of two bytes."""
+    """Return int64 [65536]: the two fp32 values of each pair of bytes."""
     values, both = (
         torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float(),
         torch.arange(65536, device="cpu"),
@@ -128,14 +128,14 @@ def _e4m3_pairs() -> torch.Tensor:
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """The fp32 values 2 ** (byte - 127) of e8m0 scales; byte 0 is subnormal in fp32, 255 is NaN."""
+    """Return the fp32 values 2 ** (byte - 127) of e8m0 scales. Byte 0 is subnormal in fp32; 255 is NaN."""
     return scale.view(torch.float8_e8m0fnu).float()
 
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[-1]
     y, half = x.float().reshape(-1, width), 1
-    # butterflies: index bit by bit, which is Sylvester order
+    # one butterfly per bit of the index, which is Sylvester order
     while half < width:
         pairs = y.view(-1, width // (2 * half), 2, half)
         y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, width)

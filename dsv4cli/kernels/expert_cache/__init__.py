@@ -1,4 +1,4 @@
-"""Which experts of a layer lie on the GPU while the others wait in host memory, and how they come."""
+"""An LRU cache of a layer's routed experts on the GPU; the other experts stay in host memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from dsv4cli.kernels.expert_cache import ref
 
 @dataclass(frozen=True)
 class ExpertCache:
-    """Where the E experts of a layer lie in stacks of matrices on the GPU; `fetch` keeps it up to date.
+    """Which of a layer's E experts are in the stacked matrices on the GPU, and in which row; updated by `fetch`.
 
-    The last H experts have a row in host memory each, in ascending order; the others lie in the stacks for good.
+    The last H experts have one row each in host memory, in ascending order. The other experts are resident on the GPU.
 
-    row_of_expert: int64 [E], the row of the stacks that holds an expert, -1 for none.
-    expert_of_slot: int64 [C], the expert in each slot; slot i is row first_slot_row + i.
-    last_used: int64 [C], the step that used each slot last.
-    steps: int64 [1], how many steps there were.
-    counts: int64 [3], summed over the steps: tokens, different experts that they chose, how many of these were in the
-        stacks.
-    first_staging_row: the first of H - C rows for experts that get no slot.
+    Attributes:
+        row_of_expert: int64 [E], the expert's row in the stacks, or -1.
+        expert_of_slot: int64 [C], the expert in each slot; slot i is row first_slot_row + i.
+        last_used: int64 [C], the last step that used each slot.
+        steps: int64 [1], the number of steps so far.
+        counts: int64 [3], summed over the steps: tokens, distinct experts chosen, how many of these were cache hits.
+        first_staging_row: the first of H - C rows for experts that get no slot.
     """
 
     row_of_expert: torch.Tensor
@@ -36,13 +36,16 @@ class ExpertCache:
 def fetch(
     chosen: torch.Tensor, cache: ExpertCache, host: Sequence[torch.Tensor], stacks: Sequence[torch.Tensor]
 ) -> torch.Tensor:
-    """Brings every chosen expert into the stacks: int64 [E], the row of each, of those that are nowhere 0.
+    """Copy every missing chosen expert into the stacks, and return each expert's row: int64 [E], 0 if it has none.
 
-    chosen: int64 [T, k]. host: up to nine tensors [H, ...], on a GPU pinned, which its programs read in place; stacks:
-    as many [R, ...] of the same dtypes and shapes, all without gaps. A missing expert, in ascending order, takes the
-    slot that was used longest ago (of equal ones the first) of those that hold no chosen expert; where there is none it
-    takes a row of staging, which the next call may overwrite.
+    A missing expert, in ascending order, evicts the least recently used slot (the first, if several tie) that holds no
+    chosen expert. If there is no such slot, it uses a staging row, which the next call may overwrite.
 
-    On a GPU a launch that loads from the stacks before it waits for its inputs must not be the next one (`overlap`).
+    Args:
+        chosen: int64 [T, k].
+        host: up to nine tensors [H, ...], pinned if a GPU is used: its programs read them in place.
+        stacks: for each host tensor one [R, ...] of the same dtype and row shape. All tensors are contiguous.
+
+    On a GPU, the next launch must not load from the stacks before it waits for its inputs (`overlap`).
     """
     return choose(chosen, ref).fetch(chosen, cache, host, stacks)

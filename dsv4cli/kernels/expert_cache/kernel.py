@@ -1,4 +1,4 @@
-"""Experts on their way to the stacks in Triton: one program decides, many copy what it has decided."""
+"""The expert cache in Triton: one program decides which experts to copy, then many programs copy them."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,9 +14,9 @@ from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 if TYPE_CHECKING:
     from dsv4cli.kernels.expert_cache import ExpertCache
 
-# pairs that are counted at once: of a step of decoding, of a prompt
+# pairs (token, expert) counted at a time, in decode steps and in prefill
 FEW, MANY = 128, 1024
-# programs that copy, and the words that each has in flight: 16 kB, 2 MB in all, far more than PCIe needs
+# programs that copy, and the 8-byte words that each has in flight: 16 kB, 2 MB in all, far more than PCIe needs
 PROGRAMS, WORDS = 128, 2048
 MATRICES = 9
 
@@ -43,7 +43,7 @@ def fetch(
 
 
 def _words(source: torch.Tensor, stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Both as rows of words, and the words of a row."""
+    """Return both tensors as rows of words, and the number of words in a row."""
     if not (source.is_contiguous() and stack.is_contiguous()):
         raise KernelUnsupported("the Triton kernels copy experts between tensors without gaps")
     nbytes = stack[0].nbytes
@@ -54,7 +54,7 @@ def _words(source: torch.Tensor, stack: torch.Tensor) -> tuple[torch.Tensor, tor
 
 @triton.jit
 def _wanted(chosen, pairs, EXPERTS: tl.constexpr, PAIRS: tl.constexpr):
-    """Whether each expert is chosen: bool [EXPERTS]."""
+    """Return whether each expert is chosen: bool [EXPERTS]."""
     uses = tl.zeros([EXPERTS], tl.int32)
     for begin in range(0, pairs, PAIRS):
         pair = begin + tl.arange(0, PAIRS)
@@ -98,7 +98,7 @@ def _decide(
     rank = tl.cumsum(missing.to(tl.int32), 0) - 1
     in_use = here & (tl.gather(wanted.to(tl.int32), experts_of_slots.to(tl.int32), 0) > 0)
     last = tl.where(in_use, now, last)
-    age = tl.where(here & (in_use == 0), last, _NEVER)  # of slots that may be taken
+    age = tl.where(here & (in_use == 0), last, _NEVER)  # of slots that can be evicted
     row = tl.maximum(rows_of_experts, 0)
     staged = tl.full([], 0, tl.int64)
     for i in range(number):
@@ -132,7 +132,7 @@ def _decide(
 
 @triton.jit
 def _copy_row(source, target, N: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's blocks of a row of N words."""
+    """Copy this program's blocks of a row of N words."""
     for block in range(tl.program_id(0), (N + BLOCK - 1) // BLOCK, tl.num_programs(0)):
         word = block * BLOCK + tl.arange(0, BLOCK)
         if N % BLOCK == 0:

@@ -1,4 +1,4 @@
-"""Experts on their way to the stacks in plain PyTorch."""
+"""The expert cache in plain PyTorch."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

@@ -1,4 +1,6 @@
-"""Linears in Triton by the number of rows: few stream weights (gemv.py, swap_ab.py), many fill tiles (tiled.py)."""
+"""Linears in Triton: few rows stream the weights (gemv.py, few_rows.py, swap_ab.py), many rows fill tiles
+(tiled.py).
+"""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -13,12 +15,12 @@ from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
 from dsv4cli.kernels.rows import planned_rows
 
-# the most rows that stream without tensor cores; of FP4, which is decoded anew for every two
+# most rows that are multiplied without tensor cores; fewer for FP4, which is decoded again for every two rows
 FEW, FEW_FP4 = 16, 2
 
 
 def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
-    """Of x [T, K] or [T, G, K]."""
+    """Return the module that multiplies x [T, K] or [T, G, K] by this weight."""
     if weight.dtype == torch.uint8:
         raise KernelUnsupported("the Triton linears take NVFP4 weights one by one, with their scale_2")
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
@@ -31,7 +33,7 @@ def linear(
 ) -> torch.Tensor:
     if scale_2 is not None:
         assert scale is not None
-        # no export that is known has linears in NVFP4: this way is exact, and takes as long as writing them in bf16
+        # no known checkpoint has linears in NVFP4: this is exact, and takes as long as writing the weights in bf16
         return (linear_fp32(x, tiled.widened(weight, scale)) * scale_2).to(x.dtype)
     return _way(x, weight).linear(x, weight, scale)
 
@@ -76,7 +78,8 @@ def normed_linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     weights = (*rounded, *plain)
-    # elsewhere each program would norm too much again (H200, wq_b of 16: 35 us, instead of 13 and a norm's launch)
+    # otherwise every program would repeat too much of the norm (H200, wq_b of 16 rows: 35 us instead of 13 us plus the
+    # launch of a norm)
     rows = planned_rows(x.shape[0])
     if rows == 1:
         once = all(_way(x, weight) is gemv for weight, _ in weights)

@@ -1,4 +1,4 @@
-"""What the linears of few rows share: what is multiplied, and the values of stored codes."""
+"""What the linears of few rows share: descriptions of their products, and the values of FP4 and FP8 codes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,12 @@ from dsv4cli.kernels.block_scale.kernel import round_to_code
 
 @dataclass(frozen=True)
 class Product:
-    """One linear of a launch. rounded: whether its input goes through FP8; dtype: of its result."""
+    """One linear of a launch.
+
+    Attributes:
+        rounded: whether its input is rounded to FP8.
+        dtype: of the result.
+    """
 
     weight: torch.Tensor
     scale: torch.Tensor | None
@@ -22,20 +27,20 @@ class Product:
 
 @dataclass(frozen=True)
 class Norm:
-    """The RMS norm that a launch's input goes through first."""
+    """The RMS norm that is applied to a launch's input first."""
 
     weight: torch.Tensor
     eps: float
 
 
 def runs_alike(products: Sequence[Product]) -> tuple[int, ...]:
-    """The first of each run of products for which the same instructions do, and how many products there are."""
+    """Return the first index of each run of products that need the same instructions, then the number of products."""
     kinds = [(p.weight.dtype, p.scale is not None and p.scale.dtype, p.rounded, p.dtype) for p in products]
     return *(i for i in range(len(kinds)) if not i or kinds[i] != kinds[i - 1]), len(kinds)
 
 
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
-    """FP8 codes and e8m0 scales as bytes, which every GPU loads; int8 stands for FP4."""
+    """Return FP8 codes and e8m0 scales as bytes, which every GPU can load. int8 (FP4) is unchanged."""
     if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):
         return stored
     return stored.view(torch.uint8)
@@ -43,7 +48,7 @@ def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
 
 @triton.jit
 def one_of(given, program, STARTS: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr):
-    """Of what is given of the products FIRST .. END - 1 that of a program's own; STARTS: the first program of each."""
+    """Return the item of the program's product, one of FIRST .. END - 1. STARTS: the first program of each product."""
     chosen = given[FIRST]
     for i in tl.static_range(FIRST + 1, END):
         chosen = tl.where(program >= STARTS[i], given[i], chosen)
@@ -52,19 +57,19 @@ def one_of(given, program, STARTS: tl.constexpr, FIRST: tl.constexpr, END: tl.co
 
 @triton.jit
 def block_scales(stored):
-    """The fp32 values of the scales of FP8 weights: e8m0 bytes, or fp32 as it is."""
+    """Return the fp32 values of an FP8 weight's scales: converted from e8m0 bytes; fp32 is unchanged."""
     return stored if stored.dtype == tl.float32 else e8m0_values(stored)
 
 
 @triton.jit
 def e8m0_values(byte):
-    """The fp32 values of e8m0 scales, subnormal for 0, infinite for 255."""
+    """Return the fp32 values of e8m0 scales: subnormal for 0, infinite for 255."""
     return tl.maximum(byte.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def e4m3_values(byte, HAS_FP8: tl.constexpr):
-    """The fp32 values of e4m3 codes."""
+    """Return the fp32 values of e4m3 codes."""
     if HAS_FP8:
         values = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -75,19 +80,19 @@ def e4m3_values(byte, HAS_FP8: tl.constexpr):
 
 @triton.jit
 def e4m3_rounded(values, HAS_FP8: tl.constexpr):
-    """fp32 values of up to 448 to the nearest of e4m3."""
+    """Round fp32 values of up to 448 to the nearest e4m3 value."""
     return values.to(tl.float8e4nv).to(tl.float32) if HAS_FP8 else round_to_code(values, 3, -6)
 
 
 @triton.jit
 def e2m1_values(code):
-    """The fp32 values of the e2m1 codes in the low four bits."""
+    """Return the fp32 values of the e2m1 codes in the low four bits."""
     low = code.to(tl.int32)
     return (((low & 8) << 28) | ((low & 7) << 22)).to(tl.float32, bitcast=True) * 2.0**126
 
 
 @triton.jit
 def read_once(matrix, place, inside, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of a matrix, 0 beyond its WIDTH; what else is in the cache shall stay there."""
+    """Load rows of a matrix, 0 beyond its WIDTH, without evicting other data from the cache."""
     column = tl.arange(0, COLUMNS)[None]
     return tl.load(matrix + place * WIDTH + column, inside & (column < WIDTH), other=0, eviction_policy="evict_first")

@@ -1,10 +1,10 @@
-"""Linears of one to eight rows in Triton: each weight is read once, straight into the operand of tensor cores.
+"""Linears of one to eight rows in Triton: each weight is read once, directly into the operand of tensor cores.
 
-A program multiplies 16 rows of a weight at a time, each of its warps a part of the columns; their sums are added at the
-end. A thread of the tensor core's operand holds a few columns of a row in each block of 8 or 16; so that these are the
-16 bytes that it loads at once, columns are taken in another order, those of the inputs in the same (`_left`,
-`_operand`). Eight tokens fill the other operand; where there are fewer, the last stands there again. So the order in
-which a row is summed here depends on the weights' shapes alone: the same in a step of one row and of eight.
+A program multiplies 16 rows of a weight at a time. Each of its warps computes a part of the columns, and the partial
+sums are added at the end. In the tensor core's operand a thread holds a few columns of a row in each block of 8 or 16.
+To make these the 16 bytes of a single load, the columns are permuted, in the weights and in the inputs (`_left`,
+`_operand`). The other operand has eight tokens; if there are fewer, the last one is repeated. So the summation order of
+a row depends only on the weights' shapes: it is the same in a step of one row and of eight.
 """
 
 import math
@@ -29,13 +29,15 @@ ROWS = 16
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Whether x [T, G, K] times the matrices of `weight` is multiplied here: bf16 with bf16 or FP8, whole blocks."""
+    """Return whether this module supports x [T, G, K] times the matrices of `weight`: bf16 with bf16 or FP8, whole
+    blocks.
+    """
     tokens, groups, width = x.shape
     if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
         return False
     plain = weight.dtype == torch.bfloat16 and scale is None
     coded = weight.dtype == torch.float8_e4m3fn and scale is not None and has_fp8(x)
-    # all rows of a program lie in one block of 128
+    # all rows of a program must be in one block of 128
     return (plain or coded) and (groups == 1 or weight.shape[0] // groups % FP8_BLOCK == 0)
 
 
@@ -46,7 +48,7 @@ def multiply(
     results: list[torch.Tensor],
     tiles: "FewRowsTiles",
 ) -> None:
-    """x bf16 [T, G, K], normed where there is a norm, times each weight FP8 or bf16 [G * N, K] into its result."""
+    """Multiply x bf16 [T, G, K], normed if `norm` is given, by each weight FP8 or bf16 [G * N, K] into its result."""
     tokens, groups, width = x.shape
     warps, ahead, times, registers = tiles
     numbers = tuple(y.shape[-1] for y in results)
@@ -63,8 +65,14 @@ def multiply(
 
 
 class FewRowsTiles(NamedTuple):
-    """Warps of a program; how many blocks of 16 rows and 128 columns each asks for ahead; how often a program takes 16
-    rows; registers of a thread, 0 for as many as the compiler likes."""
+    """The tiles of a program.
+
+    Attributes:
+        warps: warps of a program.
+        ahead: how many blocks of 16 rows and 128 columns each warp prefetches.
+        times: how many times a program computes 16 rows.
+        registers: registers per thread, 0 for the compiler's choice.
+    """
 
     warps: int
     ahead: int
@@ -73,19 +81,19 @@ class FewRowsTiles(NamedTuple):
 
 
 def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles:
-    """The fastest of those measured on an H200; the same for any number of rows."""
+    """Return the fastest tiles measured on an H200, the same for any number of rows."""
     steps = x.shape[2] // FP8_BLOCK
     tiles = sum(cdiv(p.weight.shape[0], ROWS) for p in products)
     times = 1
     if steps <= 16:
-        # what is done to the inputs serves many rows
+        # preparing the inputs once serves many rows
         while times < 8 and tiles >= 512 * times:
             times *= 2
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
     ahead, registers = (2, 0)
     if all(p.scale is not None for p in products):
-        # where two programs on each of 132 multiprocessors are not all, 168 leave room for three of four warps
+        # if there are more than two programs for each of 132 multiprocessors, 168 registers allow three of four warps
         ahead, registers = (4, 128 if times == 1 else 168 if tiles > 256 * times else 0)
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
 
@@ -146,7 +154,7 @@ def _product(
     TIMES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """TIMES times 16 rows of the product of one weight and all tokens, into y."""
+    """Compute TIMES * 16 rows of the product of one weight with all tokens, and store them to y."""
     STEPS: tl.constexpr = K // 128 // SPLITS
     BYTES: tl.constexpr = 2 if scale is None else 1
     tiles = _first_tiles(weight, before, first, n, K, SPLITS, BYTES, AHEAD)
@@ -202,7 +210,7 @@ def _first_tiles(
 
 @triton.jit
 def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
-    """The scales of each step [SPLITS], if there are any; all rows of a program lie in one block of 128."""
+    """Load the scales of each step [SPLITS], if there are any. All rows of a program are in one block of 128."""
     STEPS: tl.constexpr = K // 128 // SPLITS
     factors = ()
     if scale is not None:
@@ -214,7 +222,7 @@ def _factors(scale, row, K: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _root(given, eps, K: tl.constexpr, SPLITS: tl.constexpr):
-    """What the norm multiplies each token by: [8, 1, 1]."""
+    """Return the inverse RMS of each token, the norm's factor: [8, 1, 1]."""
     squares = tl.zeros([SPLITS, 8], tl.float32)
     for j in tl.static_range(K // 128 // SPLITS):
         values = tl.load(given + j * 128).to(tl.float32)
@@ -226,8 +234,10 @@ def _root(given, eps, K: tl.constexpr, SPLITS: tl.constexpr):
 def _operand(
     given, norm, root, step, K: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """The tokens of a step as the other operand [SPLITS, 128, 8], normed if there is a norm; ROUND: in FP8 codes, with
-    their scales [SPLITS, 1, 8]."""
+    """Return the tokens of a step as the right operand [SPLITS, 128, 8], normalized first if `norm` is given.
+
+    With ROUND the values are FP8 codes, and their scales are [SPLITS, 1, 8].
+    """
     values = _by_token(tl.load(given + step * 128), SPLITS)
     power = 1.0
     if norm is not None:
@@ -246,21 +256,22 @@ def _operand(
 
 @triton.jit
 def _places(tokens, x_row, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
-    """Where a step of eight tokens lies, from the first token's on, for the threads that multiply it.
+    """Return the offsets of a step of eight tokens from the first token's, in the order of the threads that multiply
+    them.
 
-    [4 pieces * SPLITS * 8 tokens * 4 threads, 8 columns]
+    The shape is [4 pieces * SPLITS * 8 tokens * 4 threads, 8 columns].
     """
     number = tl.arange(0, 4 * SPLITS * 32)
     piece, thread = number // (32 * SPLITS), number % 4
     column = thread * 16 + piece // 2 * 64 + piece % 2 * 8 if BYTES == 1 else thread * 8 + piece * 32
-    # instead of a token that is not there the last one
+    # missing tokens repeat the last one
     token = tl.minimum(number // 4 % 8, tokens - 1)
     return (token * x_row + column + number // 32 % SPLITS * (K // SPLITS))[:, None] + tl.arange(0, 8)[None]
 
 
 @triton.jit
 def _by_token(values, SPLITS: tl.constexpr):
-    """What was loaded from `_places` as [SPLITS, 8, 128], thread by thread."""
+    """Reshape what was loaded from `_places` to [SPLITS, 8, 128], thread by thread."""
     shaped = tl.permute(tl.reshape(values, (4, SPLITS, 8, 4, 8)), (1, 2, 3, 0, 4))
     return tl.reshape(shaped, (SPLITS, 8, 128))
 
@@ -269,10 +280,10 @@ def _by_token(values, SPLITS: tl.constexpr):
 def _tile(
     weight, before, first, step, n, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """What is stored of a step: 16 rows in two halves, pieces of 64 bytes of each: [2, 2 * BYTES, SPLITS, 8; piece]."""
+    """Load a step of a weight: 16 rows in two halves, in pieces of 64 bytes: [2, 2 * BYTES, SPLITS, 8; piece]."""
     PIECE: tl.constexpr = 64 // BYTES
     number = tl.arange(0, 2 * 2 * BYTES * SPLITS * 8)
-    # beyond the last row that one again
+    # rows beyond the end repeat the last one
     row = before + tl.minimum(first + number // (8 * SPLITS * 2 * BYTES) * 8 + number % 8, n - 1)
     column = number // 8 % SPLITS * (K // SPLITS) + number // (8 * SPLITS) % (2 * BYTES) * PIECE + step * 128
     place = weight + row.to(tl.int64) * K + column
@@ -281,10 +292,13 @@ def _tile(
 
 @triton.jit
 def _left(stored, CODED: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
-    """The values of a tile: [SPLITS, 16, 128] fp16, which has all of e4m3, where the inputs are rounded, else bf16."""
+    """Return the values of a tile, [SPLITS, 16, 128].
+
+    The dtype is fp16, which can represent all e4m3 values, if the inputs are rounded, otherwise bf16.
+    """
     values = stored
     if CODED:
-        # to bf16 through fp32, for which there are fast instructions
+        # to bf16 through fp32, which has fast instructions
         values = stored.to(tl.float16) if ROUND else stored.to(tl.float32).to(tl.bfloat16)
     # [half, piece, split, row, thread, pair of blocks, block, columns of a thread in a block]
     by_thread = tl.reshape(values, (2, 2 * BYTES, SPLITS, 8, 4, 2, 2, 4 // BYTES))

@@ -1,8 +1,8 @@
-"""Linears of few rows in Triton: each weight is read once, and reading it is the time that they take.
+"""Linears of few rows in Triton. Each weight is read once, and memory bandwidth bounds the time.
 
-The functions of ref.py. For one token, and for what tensor cores do not take, a program multiplies some rows of a
-weight, all their columns at once, by fused multiply-adds; two to eight tokens multiply in few_rows.py, which one also
-does where its bits shall be those that it has beside others, and more in swap_ab.py.
+The functions of ref.py. For one token, and for what tensor cores do not support, a program multiplies a few rows of a
+weight, all columns at once, by fused multiply-adds. Two to eight tokens use few_rows.py, which also computes a single
+token if its bits must not depend on the batch; more tokens use swap_ab.py.
 """
 
 from collections.abc import Sequence
@@ -34,13 +34,13 @@ from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows
 
-# the widest row that a program holds
+# widest row that a program can hold
 WIDEST = 16_384
-# warps that run at once, some 20 on each of 132 multiprocessors. Where there are more, weights in registers while a
-# program waits cost more than they bring (H200: 3 to 7 % of a chain of large linears)
+# warps that run at once, about 20 on each of 132 multiprocessors. With more warps, prefetching weights into registers
+# while a program waits is slower (H200: 3 to 7 % of a chain of large linears)
 _AT_ONCE = 2640
-# up to so many bytes of weights, and of FP8 and FP4 among them, two tokens are multiplied here as well; the
-# decoding of more would take too long (H200)
+# most bytes of all weights, and of FP8 and FP4 weights, for which two tokens are multiplied here too; decoding more
+# would take too long (H200)
 _SMALL_BYTES, _SMALL_FP8 = 32_000_000, 12_000_000
 
 
@@ -67,7 +67,10 @@ def linears(
     fp32: Sequence[torch.Tensor],
     norm: Norm | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """As in ref.py, of x normed where there is a norm, which is for one token and for what few_rows.py takes."""
+    """Compute ref.linears, of x normalized first if `norm` is given.
+
+    A norm requires one token, or products that few_rows.py supports.
+    """
     products = [Product(weight, scale, True, x.dtype) for weight, scale in rounded]
     products += [Product(weight, scale, False, x.dtype) for weight, scale in plain]
     products += [Product(weight, None, False, torch.float32) for weight in fp32]
@@ -77,7 +80,7 @@ def linears(
 
 
 def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = None) -> list[torch.Tensor]:
-    """x [T, G, K], normed where there is a norm, times each weight [G * N, K]: [T, G, N] in its dtype."""
+    """Multiply x [T, G, K], normed if `norm` is given, by each weight [G * N, K]: [T, G, N] in the product's dtype."""
     tokens, groups, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1 or width > WIDEST:
         raise KernelUnsupported(
@@ -103,7 +106,7 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
 
 
 def _few(products: Sequence[Product]) -> int:
-    """How many tokens multiply here though tensor cores could."""
+    """Return how many tokens are multiplied here even if tensor cores support the products."""
     size, coded = sum(p.weight.nbytes for p in products), sum(p.weight.nbytes for p in products if p.scale is not None)
     return 2 if size <= _SMALL_BYTES and coded <= _SMALL_FP8 else 1
 
@@ -141,7 +144,7 @@ class GemvTiles(NamedTuple):
 
 
 def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
-    """The fastest of those measured on an H200."""
+    """Return the fastest tiles measured on an H200."""
     tokens, groups, columns = x.shape
     alone = planned_rows(tokens) == 1
     width = max(128, next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
@@ -153,7 +156,7 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
         rows, each = (4, 65_536) if size > 32e6 else (2, 32_768)
     elif alone and width == 8192 and len(products) > 1:
         rows, each = 2, 16_384
-    # rows of a program lie in one group
+    # all rows of a program must be in one group
     while groups > 1 and any(p.weight.shape[0] // groups % rows for p in products):
         rows //= 2
     return GemvTiles(rows, warps, min(2, tokens), each)
@@ -222,7 +225,7 @@ def _product(
     EARLY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """TIMES times ROWS rows of the product of one weight and one token or two, into y."""
+    """Compute TIMES * ROWS rows of the product of one weight with one token or two, and store them to y."""
     if not EARLY:
         wait_for_inputs(OVERLAP)
     first = program * (ROWS * TIMES)
@@ -238,7 +241,7 @@ def _product(
         row = first + time * ROWS + tl.arange(0, ROWS)
         sums = _sums(values, factor, given, power, HAS_FP8, TIMES > 1)
         if TOKENS == 2:
-            # both before either is stored: what was decoded serves both
+            # both sums before either is stored: they share the decoded weights
             more = tl.sum(_sums(values, factor, other, power1, HAS_FP8, TIMES > 1), 1).to(y.dtype.element_ty)
             tl.store(y + tl.num_programs(1) * n + row, more, (row < n) & (apart != 0))
         tl.store(y + row, tl.sum(sums, 1).to(y.dtype.element_ty), row < n)
@@ -252,9 +255,10 @@ def _product(
 def _tile(
     weight, scale, before, first, n, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """ROWS rows from `first` of the matrix of n rows that begins at row `before`, 0 behind its last; their scales.
+    """Load ROWS rows from `first` on of the n-row matrix that starts at row `before`, 0 beyond its end, and their
+    scales.
 
-    The scales: fp32, of FP8 [COLUMNS / 128, 1], of FP4 [ROWS, COLUMNS / 32].
+    The scales are fp32: [COLUMNS / 128, 1] for FP8, [ROWS, COLUMNS / 32] for FP4.
     """
     row = first + tl.arange(0, ROWS)
     place, inside = (before + row).to(tl.int64)[:, None], (row < n)[:, None]
@@ -266,7 +270,7 @@ def _tile(
         factor = tl.full([COLUMNS // 128, 1], 1.0, tl.float32)
         if scale is not None:
             block = tl.arange(0, COLUMNS // 128)[:, None]
-            # all rows lie in one block of 128
+            # all rows are in one block of 128
             at = scale + (before + first) // 128 * ((K + 127) // 128) + block
             factor = block_scales(tl.load(at, (block * 128 < K) & (first < n), other=0))
     return values, factor
@@ -281,10 +285,10 @@ def _sums(
     HAS_FP8: tl.constexpr,
     AGAIN: tl.constexpr,  # whether the inputs serve further rows
 ):
-    """fp32 [ROWS, n]: the sums over the columns of each thread, still to be added."""
+    """Return fp32 [ROWS, n]: partial sums over the columns of each thread. The caller adds them."""
     COLUMNS: tl.constexpr = given.shape[0] * 128
     factor = power if values.dtype == tl.int8 else power * scale
-    # factors times sums leave the inputs as narrow as they are, which pays where a thread holds many of them
+    # multiplying the sums by the factors keeps the inputs narrow, which is faster if a thread holds many of them
     LATE: tl.constexpr = values.dtype == tl.uint8 and (AGAIN or COLUMNS >= 8192)
     inputs = tl.reshape(given if LATE else given * factor, [COLUMNS])
     if values.dtype == tl.int8:
@@ -304,9 +308,10 @@ def _sums(
 
 @triton.jit
 def _inputs(x, norm, eps, K: tl.constexpr, ROUND: tl.constexpr, HAS_FP8: tl.constexpr, COLUMNS: tl.constexpr):
-    """x [K] normed, if there is a norm, as codes of FP8, if so wanted [COLUMNS / 128, 128], and their scales, in fp32.
+    """Load x [K], apply the norm if there is one, and quantize to FP8 if ROUND.
 
-    0 beyond K; the scales are [COLUMNS / 128, 1], 1 without codes.
+    Returns values and scales in fp32: values [COLUMNS / 128, 128], 0 beyond K, and scales [COLUMNS / 128, 1], 1 if not
+    ROUND.
     """
     column = tl.arange(0, COLUMNS // 128)[:, None] * 128 + tl.arange(0, 128)[None]
     values = tl.load(x + column, column < K, other=0.0).to(tl.float32)
@@ -317,7 +322,8 @@ def _inputs(x, norm, eps, K: tl.constexpr, ROUND: tl.constexpr, HAS_FP8: tl.cons
         values = tl.reshape(rows.to(x.dtype.element_ty).to(tl.float32), [COLUMNS // 128, 128])
     if ROUND:
         values, scale = scaled_blocks(values, FP8_FLOOR, FP8_LARGEST)
-        # again 0 beyond K: ptxas (of Triton 3.6) takes half the codes of zeros that it knows from a register never set
+        # 0 beyond K once more: if ptxas (Triton 3.6) knows that values are 0, it reads half of their codes from a
+        # register that is never set
         values = tl.where(column < K, e4m3_rounded(values, HAS_FP8), 0.0)
         power = scale.to(tl.float32, bitcast=True)
     return values, power

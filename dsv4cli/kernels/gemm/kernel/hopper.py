@@ -1,4 +1,4 @@
-"""Which products of FP8 codes `warp_specialized` takes: its Gluon is imported where it is used."""
+"""Selects the products of FP8 codes for `warp_specialized`, which needs Gluon and is imported only when used."""
 
 import torch
 
@@ -8,12 +8,14 @@ from dsv4cli.kernels.launch import cdiv, takes_gluon
 
 # rows of a program's tile
 ROWS = 128
-# the least share of the multiprocessors' time that is spent on results: the Triton kernel takes smaller tiles
+# least share of the multiprocessors' time that is spent on results; below, the Triton kernel's smaller tiles are faster
 LEAST = 0.75
 
 
 def suits(codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `warp_specialized` takes the product of codes [T, K] and weight [N, K], and is the fastest for it."""
+    """Return whether `warp_specialized` supports the product of codes [T, K] and weight [N, K] and is the fastest
+    for it.
+    """
     (tokens, width), features = codes.shape, weight.shape[0]
     if width % FP8_BLOCK or features % FP8_BLOCK or not takes_gluon(codes.device):
         return False
@@ -24,23 +26,23 @@ def suits(codes: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def blocks(tokens: int, features: int, count: int) -> int:
-    """How many blocks of 128 features, one or two, a tile has where there are `count` multiprocessors.
+    """Return how many blocks of 128 features a tile has, one or two, with `count` multiprocessors.
 
-    Two read less shared memory for a product: one only where two leave more multiprocessors idle than that is worth.
+    Two blocks read less shared memory per product. One is better only if two leave many more multiprocessors idle.
     """
     one, two = _used(tokens, features, 1, count), _used(tokens, features, 2, count)
     return 2 if features % (2 * FP8_BLOCK) == 0 and two >= 0.9 * one else 1
 
 
 def _used(tokens: int, features: int, width: int, count: int) -> float:
-    """Which share of their time the multiprocessors spend on results, with tiles of `width` blocks of features."""
+    """Return the share of their time that multiprocessors spend on results, for tiles of `width` blocks of features."""
     columns = width * FP8_BLOCK
     turns = cdiv(cdiv(tokens, ROWS) * cdiv(features, columns), count)
     return tokens * features / (turns * count * ROWS * columns)
 
 
 def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """`tiled_fp8.linear`, of what suits."""
+    """Return `tiled_fp8.linear` of operands that `suits` accepts."""
     from dsv4cli.kernels.gemm.kernel import warp_specialized
 
     tokens, features = len(codes), len(weight)

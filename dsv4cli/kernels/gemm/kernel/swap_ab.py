@@ -1,8 +1,9 @@
-"""Linears of up to 64 rows in Triton on tensor cores, operands swapped: rows of the weight are the rows of the product.
+"""Linears of up to 64 rows in Triton on tensor cores, with swapped operands: the weight's rows are the product's rows.
 
-FP8 codes multiply as fp16 or bf16, which hold them exactly, over 128 columns and then in fp32. FP8 tensor cores would
-be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: 1.25e-4 of the result's size instead of 1e-6),
-and the recorded nets of the tests come out three times as far from their recordings as rounding explains.
+FP8 codes are multiplied as fp16 or bf16, which hold them exactly, and summed over 128 columns, then in fp32. FP8 tensor
+cores would be 3 to 10 % faster, but keep only about 13 bits of their sums (H200: an error of 1.25e-4 of the result
+instead of 1e-6). With them, the tests' recorded models differ three times as much from their recordings as rounding
+explains.
 """
 
 from collections.abc import Sequence
@@ -21,18 +22,20 @@ from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
 
-# the most tokens: those of one tile
+# most tokens: one tile
 MOST = 64
-# up to so many tokens each program rounds its input itself
+# most tokens for which each program rounds its input itself
 OWN = 16
-# columns of a step, which is one block of FP8 scales
+# columns of a step: one block of FP8 scales
 _STEP = tl.constexpr(128)
-# tiles of a launch that several programs share: `swap_tiles` splits no more than 512, and each product may end with one
+# most tiles of a launch that several programs share: `swap_tiles` splits up to 512, and each product may end with one
 _MOST_SHARED = 1024
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether tensor cores multiply x [T, G, K] with the matrices of `weight`: bf16 with bf16 or FP8, whole tiles."""
+    """Return whether this module supports x [T, G, K] times the matrices of `weight`: bf16 with bf16 or FP8, whole
+    tiles.
+    """
     if x.dtype != torch.bfloat16 or x.shape[0] > MOST:
         return False
     if weight.dtype not in ((torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)):
@@ -41,7 +44,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], tiles: "SwapTiles") -> None:
-    """x bf16 [T, G, K] times each weight FP8 or bf16 [G * N, K] into its result [T, G, N]."""
+    """Multiply x bf16 [T, G, K] by each weight FP8 or bf16 [G * N, K] into its result [T, G, N]."""
     tokens, groups, width = x.shape
     rows, splits, stages, warps = tiles
     numbers = tuple(y.shape[-1] for y in results)
@@ -60,7 +63,7 @@ def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.T
 
 
 class SwapTiles(NamedTuple):
-    """Rows of a tile, programs that share one, stages and warps."""
+    """Rows of a tile, programs that share a tile, stages and warps."""
 
     rows: int
     splits: int
@@ -69,7 +72,7 @@ class SwapTiles(NamedTuple):
 
 
 def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
-    """The fastest of those measured on an H200."""
+    """Return the fastest tiles measured on an H200."""
     tokens, steps = x.shape[0], cdiv(x.shape[2], _STEP.value)
     coded = [p.scale is not None for p in products]
     tiles = sum(cdiv(p.weight.shape[0], 128) for p in products)
@@ -87,7 +90,7 @@ def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
 
 
 def _splits(tiles: int, programs: int, most: int) -> int:
-    """The smallest power of two that gives so many programs, or the largest that is allowed."""
+    """Return the smallest power of two with at least this many programs, or the largest up to `most`."""
     splits = 1
     while tiles * splits < programs and 2 * splits <= most:
         splits *= 2
@@ -134,7 +137,7 @@ def _swap_ab(
             start = one_of(STARTS, tile, STARTS, RUNS[i], RUNS[i + 1])
             row = (tile - start) * BN + tl.arange(0, BN)
             if scale is not None:
-                # all rows lie in one block of 128
+                # all rows are in one block of 128
                 scale += (group * n + (tile - start) * BN) // 128 * ((K + 127) // 128)
             source = given if OWN or not ROUNDED[RUNS[i]] else coded + token[:, None] * K
             total = _sums(
@@ -147,7 +150,7 @@ def _swap_ab(
                 tl.store(y, total.to(y.dtype.element_ty), inside)
             else:
                 tl.store(parts + split * (BN * BT), total)
-                tl.debug_barrier()  # all of it, before the count says so
+                tl.debug_barrier()  # until all threads have stored, before the count
                 if tl.atomic_add(arrived + shared, 1, sem="acq_rel") == SPLITS - 1:
                     total = tl.zeros([BN, BT], tl.float32)
                     for j in tl.static_range(SPLITS):
@@ -169,7 +172,7 @@ def _sums(
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """fp32 [BN, BT]: the sums over STEPS steps from `first`."""
+    """Return fp32 [BN, BT]: the sums over STEPS steps from `first` on."""
     total = tl.zeros([weight.shape[0], x.shape[0]], tl.float32)
     for step in tl.range(first, tl.minimum(first + STEPS, (K + 127) // 128), num_stages=STAGES):
         column = step * _STEP + tl.arange(0, _STEP)[None]
@@ -180,11 +183,11 @@ def _sums(
         elif ROUND:
             given, power = scaled_blocks(given.to(tl.float32), FP8_FLOOR, FP8_LARGEST)
             factor = power.to(tl.float32, bitcast=True) * block_scales(tl.load(scale + step))
-            # fp16 has all values of e4m3, and the GPU an instruction that gives them
+            # fp16 can represent all e4m3 values, and the GPU has an instruction for the conversion
             codes = tl.trans(given.to(tl.float8e4nv).to(tl.float16))
             total += tl.dot(values.to(tl.float16), codes) * tl.trans(factor)
         else:
-            # through fp32, for which there are fast instructions
+            # through fp32, which has fast instructions
             values = values.to(tl.float32).to(tl.bfloat16)
             total += tl.dot(values, tl.trans(given)) * block_scales(tl.load(scale + step))
     return total

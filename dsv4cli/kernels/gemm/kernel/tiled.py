@@ -1,8 +1,8 @@
 """Linears of many rows in Triton: tiles of the result on tensor cores.
 
-The functions of ref.py for more rows than gemv.py takes. Rounded inputs go through FP8 tensor cores, for whose speed
-their shorter sums are accepted: tiled_fp8.py, on Hopper warp_specialized.py where hopper.py says so. All else is
-multiplied in bf16 by tiled_bf16.py.
+The functions of ref.py for more rows than gemv.py supports. Rounded inputs use FP8 tensor cores, whose less precise
+sums are accepted for their speed: tiled_fp8.py, or warp_specialized.py on Hopper if hopper.py selects it. Everything
+else is multiplied in bf16 by tiled_bf16.py.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,8 @@ from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e2m1_values,
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
 from dsv4cli.kernels.launch import cdiv, launched
 
-# more tokens are worth a launch that makes an FP8 weight bf16 (H200, wo_a of Flash); an FP4 weight always is
+# above this many tokens, a launch that converts an FP8 weight to bf16 pays off (H200, wo_a of Flash); for FP4 it always
+# does
 MANY = 512
 
 
@@ -60,7 +61,7 @@ def linears(
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [T, G, K] times the matrices of `weight`, as grouped_linear, in `dtype`."""
+    """Return x [T, G, K] times the matrices of `weight`, as grouped_linear, in `dtype`."""
     (tokens, groups, width), features = x.shape, weight.shape[0] // x.shape[1]
     if x.stride(-1) != 1 or not weight.is_contiguous():
         raise KernelUnsupported(f"the Triton linear takes whole weights and consecutive columns, not {x.stride()}")
@@ -68,7 +69,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
     if not tokens:
         return y
     bf16 = x.dtype == torch.bfloat16 and weight.dtype != torch.float32
-    # what bf16 does not have, codes times fp32 scales, is no operand
+    # codes times fp32 scales are not exact in bf16, so the scales multiply the sums
     late = scale is not None and scale.dtype == torch.float32
     if bf16 and (has_fp8(x) or not late) and tiled_bf16.takes(x, weight):
         if scale is None:
@@ -85,7 +86,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
 
 
 def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The bf16 values of a quantised weight, of NVFP4 without scale_2."""
+    """Return the bf16 values of a quantized weight; for NVFP4 without scale_2."""
     rows, width = weight.shape[0], weight.shape[1] * (1 if weight.dtype == torch.float8_e4m3fn else 2)
     if weight.dtype == torch.uint8:
         weight, scale = weight.view(torch.int8), scale.view(torch.int8)
@@ -133,7 +134,7 @@ def _tiles(
         column = k + tl.arange(0, BK)[:, None]
         values = tl.load(x + column, (token < tokens)[None] & (column < K), other=0.0).to(FACTOR)  # [BK, BT]
         a = _weights(weight, scale, row, k, feature < N, K, SCALED, HAS_FP8, BN, BK).to(FACTOR)
-        total += tl.dot(a, values, input_precision="ieee")  # not into the total: see tiles_bf16.py
+        total += tl.dot(a, values, input_precision="ieee")  # not dot(a, values, total): see tiled_bf16.py
     y += (token * tl.num_programs(1) * N)[:, None] + row[None]
     tl.store(y, tl.trans(total).to(y.dtype.element_ty), (token < tokens)[:, None] & (feature < N)[None])
 
@@ -151,12 +152,14 @@ def _weights(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Values [BN, BK] of a weight, fp32 or as stored: of the rows `row` that are `inside`, columns from k."""
+    """Load values [BN, BK] of a weight, as fp32 or as stored: columns from k on of the rows `row`, masked by
+    `inside`.
+    """
     if not SCALED:
         values = _columns(weight, row, inside, k, K, BK)
     elif weight.dtype.element_ty == tl.int8:
         pairs = _columns(weight, row, inside, k // 2, K // 2, BK // 2)
-        # e4m3 stands as int8 here, e8m0 as uint8
+        # here, int8 scales are e4m3 and uint8 scales are e8m0
         BLOCK: tl.constexpr = 16 if scale.dtype.element_ty == tl.int8 else 32
         factor = _columns(scale, row, inside, k // BLOCK, K // BLOCK, BK // BLOCK)
         factor = e4m3_values(factor.to(tl.uint8, bitcast=True), False) if BLOCK == 16 else e8m0_values(factor)
@@ -170,6 +173,6 @@ def _weights(
 
 @triton.jit
 def _columns(matrix, row, inside, first, WIDTH: tl.constexpr, COUNT: tl.constexpr):
-    """COUNT columns from `first` of the rows `row` of a matrix of WIDTH columns, zeros behind the last."""
+    """Load COUNT columns from `first` on of the rows `row` of a matrix with WIDTH columns, 0 beyond its end."""
     column = first + tl.arange(0, COUNT)
     return tl.load(matrix + row[:, None] * WIDTH + column[None], inside[:, None] & (column < WIDTH)[None], other=0)

@@ -13,7 +13,10 @@ DEPTH = 64
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether tensor descriptors reach x [T, G, K]: rows of whole 16 bytes, groups side by side in whole blocks."""
+    """Return whether tensor descriptors support x [T, G, K].
+
+    Rows must be multiples of 16 bytes, and groups must be adjacent in whole blocks.
+    """
     groups, width = x.shape[1:]
     beside = groups == 1 or (x.stride(1) == width and width % FP8_BLOCK == 0)
     aligned = x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
@@ -21,7 +24,7 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y [T, G, N] = x [T, G, K] times the matrices of weight [G * N, K]."""
+    """Compute y [T, G, N] = x [T, G, K] times the matrices of weight [G * N, K]."""
     (tokens, groups, width), features = x.shape, y.shape[2]
     rows, columns, warps, stages = _tile(tokens, groups, features)
     tiles, steps = cdiv(tokens, rows) * cdiv(features, columns), cdiv(width, DEPTH)
@@ -35,7 +38,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tens
 
 
 def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The same with a weight of e4m3 codes and its scale, on a GPU that has FP8."""
+    """Compute `linear` with a weight of e4m3 codes and its scale, on a GPU with FP8."""
     (tokens, groups, width), features = x.shape, y.shape[2]
     columns, stages = (64, 4) if tokens <= 64 else (128, 3)  # measured on an H200 at wo_a of Flash
     tiles, steps = cdiv(features, 64) * cdiv(tokens, columns), cdiv(width, FP8_BLOCK)
@@ -50,13 +53,13 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
 
 
 def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [T, G, K] as a matrix of blocks [rows, columns]."""
+    """Return a descriptor of x [T, G, K] as a matrix of blocks [rows, columns]."""
     tokens, groups, width = x.shape
     return described(x, (tokens, groups * width), (x.stride(0), 1), [rows, columns])
 
 
 def _tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:
-    """Tokens and features of a tile, its warps and stages; measured on an H200 at the widths of Flash."""
+    """Return a tile's tokens, features, warps and stages, measured on an H200 with the widths of Flash."""
     if cdiv(tokens, 128) * cdiv(features, 256) * groups >= FULL:
         return 128, 256, 8, 3
     return (128 if tokens > 64 else 64), 128, 4, 4
@@ -107,7 +110,7 @@ def _coded_tiles(
     for block in range(part * STEPS, (part + 1) * STEPS):
         factor = block_scales(tl.load(scale + block, feature < N, other=0))
         a, b = weight.load([group * N + n * BN, block * 128]), x.load([t * BT, group * K + block * 128])
-        # not dot(a, b, total): with a made in registers Triton 3.6 then loads over what the tensor cores still read
+        # not dot(a, b, total): with a in registers, Triton 3.6 overwrites what the tensor cores are still reading
         total += tl.dot(a.to(tl.float32).to(tl.bfloat16), b.T) * factor[:, None]
     y += (((part * tokens + token).to(tl.int64) * tl.num_programs(1) + group) * N)[:, None] + feature[None]
     tl.store(y, tl.trans(total).to(y.dtype.element_ty), (token < tokens)[:, None] & (feature < N)[None])

@@ -1,7 +1,7 @@
 """Linears over FP8 codes in Triton: products on FP8 tensor cores, block scales applied in fp32.
 
-Hopper's FP8 tensor cores keep some 14 bits of a sum while they add to it, so a tile's products of 128 columns are
-summed there and scaled into an fp32 sum outside, as the official kernel and DeepGEMM do.
+Hopper's FP8 tensor cores keep about 14 bits of a sum that they accumulate. So a tile's products are summed there over
+128 columns only, then scaled and added to an fp32 sum outside, as in the official kernel and in DeepGEMM.
 """
 
 import torch
@@ -15,19 +15,22 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e8m0_values
 from dsv4cli.kernels.launch import cdiv, described, launched
 
-# programs that fill the GPU, and tokens from which on larger tiles do
+# programs that fill the GPU, and the fewest tokens for larger tiles
 FULL, MANY = 128, 1024
-# steps of a loop over columns that are not worth a second launch, and the least that a part of more has
+# most steps over columns that are not split, because of the second launch, and the fewest steps of a part
 SHORT, LEAST = 16, 8
 
 
 def multiplies(x: torch.Tensor) -> bool:
-    """Whether codes of x go to FP8 tensor cores: bf16 on NVIDIA's from Hopper on, and in the interpreter."""
+    """Return whether codes of x use FP8 tensor cores: bf16 on NVIDIA GPUs since Hopper, and in the interpreter."""
     return is_from(x.device, HOPPER) and x.dtype == torch.bfloat16
 
 
 def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor) -> torch.Tensor:
-    """(codes * scale) @ dequantise(weight, weight_scale).T in bf16; codes, scale: as of fp8_codes, blocks of 128."""
+    """Return (codes * scale) @ dequantise(weight, weight_scale).T in bf16.
+
+    codes, scale: from fp8_codes with blocks of 128.
+    """
     (tokens, width), features = codes.shape, weight.shape[0]
     y = torch.empty(tokens, features, dtype=torch.bfloat16, device=codes.device)
     if not tokens:
@@ -51,10 +54,11 @@ def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
 
 
 def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, int]:
-    """Tokens and features of a tile, into how many parts its features are taken, its warps and stages.
+    """Return a tile's tokens and features, the number of parts of its features, its warps and stages.
 
-    Measured on an H200 at the widths of Flash. Two halves of 64 features leave two programs of 8 warps enough
-    registers to share a multiprocessor; where rows are short the ends weigh more and smaller programs win.
+    Measured on an H200 with the widths of Flash. With two halves of 64 features, two programs of 8 warps have enough
+    registers to share a multiprocessor. If rows are short, start and end of a program weigh more, and smaller programs
+    win.
     """
     if tokens <= 128:
         return (64, 128, 1, 4, 4) if features >= 128 * FULL else (64, 64, 1, 4, 5)
@@ -65,13 +69,13 @@ def _tile(tokens: int, features: int, width: int) -> tuple[int, int, int, int, i
 
 
 def parts(tiles: int, steps: int) -> int:
-    """Into how many equal parts the steps over the columns are split so that the tiles fill the GPU."""
+    """Return into how many equal parts to split the steps over columns so that the tiles fill the GPU."""
     most = 1 if steps <= SHORT else max(1, min(cdiv(FULL, tiles), steps // LEAST))
     return next(count for count in range(most, 0, -1) if steps % count == 0)
 
 
 def add(sums: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """y, where `sums` is not y itself filled with the sums [parts, ...] added in their order and rounded once."""
+    """Return y. Unless `sums` is y itself, fill y with the sums [parts, ...], added in order and rounded once."""
     if sums is not y:
         _add[cdiv(y.numel(), 1024),](sums, y, y.numel(), sums.shape[0], 1024, num_warps=4)
     return y
@@ -79,7 +83,10 @@ def add(sums: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def place(number, rows, columns, GROUP: tl.constexpr):
-    """Row and column of a tile: numbers run down GROUP rows, then to the next column, so that close ones share data."""
+    """Return the row and column of a tile.
+
+    Numbers run down GROUP rows, then to the next column, so that tiles with close numbers share data.
+    """
     first = number // (GROUP * columns) * GROUP
     height = tl.minimum(rows - first, GROUP)
     inner = number % (GROUP * columns)

@@ -1,10 +1,10 @@
 """Products of FP8 codes of many rows on Hopper: loads, tensor cores, fp32 sums and stores overlap.
 
-A program stays on its multiprocessor and takes tiles of 128 rows in turn. One of its warps brings blocks of 128 columns
-into a ring in shared memory; four multiply the upper 64 rows, four the lower, each at its own pace: while one four adds
-a block's product to its sums, or stores them, the tensor cores work for the other. Triton gives warps no work of their
-own: this is its Gluon, which its interpreter does not take. A row's sums are those of `tiled_fp8`, bit by bit, where
-that does not split them.
+A program is persistent: it stays on its multiprocessor and computes tiles of 128 rows in turn. One warp loads blocks of
+128 columns into a ring buffer in shared memory. Four warps multiply the upper 64 rows and four the lower,
+independently: while one group adds a block's product to its sums, or stores them, the tensor cores work for the other.
+Triton cannot specialize warps, so this is written in Gluon, which Triton's interpreter does not support. A row's sums
+are bit-identical to those of `tiled_fp8` if that does not split them.
 """
 
 import torch
@@ -26,13 +26,13 @@ from dsv4cli.kernels.gluon_launch import gluon_described, gluon_launched
 from dsv4cli.kernels.launch import cdiv
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
-# rows of four warps; features and columns that one scale of the weight has
+# rows of four warps; features and columns of one weight scale
 ROWS, FEATURES, DEPTH = gl.constexpr(64), gl.constexpr(128), gl.constexpr(128)
-# rows of tiles that are taken down before the next column: what an H200 computes at once is about square
+# rows of tiles before the next column: the area that an H200 computes at once is about square
 GROUP = gl.constexpr(16)
-# blocks of columns in shared memory, by blocks of features: 192 KiB beside 32 of results
+# ring buffer slots by blocks of features in a tile: 192 KiB, plus 32 KiB for results
 SLOTS = {1: 6, 2: 4}
-# registers of a thread that multiplies and of one that brings: the four warps that launch have the rest of 504
+# registers per thread of warps that multiply and of the warp that loads; the four default warps get the rest of 504
 MULTIPLYING, BRINGING = gl.constexpr(232), gl.constexpr(40)
 
 
@@ -44,7 +44,9 @@ def linear(
     y: torch.Tensor,
     blocks: int,
 ) -> None:
-    """(codes * scale) @ dequantise(weight, weight_scale).T into y; blocks: of features in a tile, one or two."""
+    """Compute (codes * scale) @ dequantise(weight, weight_scale).T into y. blocks: of features in a tile, one or
+    two.
+    """
     (tokens, width), features = codes.shape, weight.shape[0]
     tiles = cdiv(tokens, 2 * ROWS.value) * (features // (blocks * FEATURES.value))
     _warp_specialized[min(tiles, multiprocessors(y.device)),](
@@ -57,13 +59,13 @@ def linear(
 
 @gluon.jit
 def _tiles(tokens, features, BLOCKS: gl.constexpr):
-    """How many tiles there are, down and across."""
+    """Return the number of tiles, down and across."""
     return gl.cdiv(tokens, 2 * ROWS), features // (BLOCKS * FEATURES)
 
 
 @gluon.jit
 def _bring(x, weight, xs, weights, filled, freed, tokens, features, steps, BLOCKS: gl.constexpr):
-    """Brings each tile's blocks of columns into shared memory, one after the other."""
+    """Load each tile's blocks of columns into shared memory, one after another."""
     slots: gl.constexpr = filled.shape[0]
     down, across = _tiles(tokens, features, BLOCKS)
     step = 0
@@ -87,18 +89,18 @@ def _bring(x, weight, xs, weights, filled, freed, tokens, features, steps, BLOCK
 def _begin(
     x_scale, weight_scale, number, tokens, features, steps, HALF: gl.constexpr, BLOCKS: gl.constexpr, ROW: gl.constexpr
 ):  # fmt: skip
-    """Of the half of a tile: its first row and feature, and where its rows' and its first features' scales begin."""
+    """Return the first row and feature of half a tile, and pointers to its rows' and its first features' scales."""
     down, across = _tiles(tokens, features, BLOCKS)
     m, n = place(number, down, across, GROUP)
     first, feature = (2 * m + HALF) * ROWS, n * BLOCKS * FEATURES
-    # what is multiplied behind the last row is not stored
+    # rows beyond the last one repeat it and are not stored
     row = gl.minimum(first + gl.arange(0, ROWS, layout=ROW), tokens - 1)
     return first, feature, x_scale + row * steps, weight_scale + feature // FEATURES * steps
 
 
 @gluon.jit
 def _load_scales(x_scales, weight_scales, step, steps, BLOCKS: gl.constexpr):
-    """Of a block of columns: the rows' scales, the first features', the last features'."""
+    """Load the scales of a block of columns: of the rows, of the first features, of the last features."""
     last = weight_scales + (BLOCKS - 1) * steps
     return gl.load(x_scales + step), gl.load(weight_scales + step), gl.load(last + step)
 
@@ -108,19 +110,19 @@ def _multiply(
     x_scale, weight_scale, y, xs, weights, out, filled, freed, tokens, features, steps,
     HALF: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies the upper half of each tile's rows (0) or the lower (1), and stores the results."""
+    """Multiply the upper half of each tile's rows (HALF 0) or the lower (1), and store the results."""
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, FEATURES, 32])
     of_row: gl.constexpr = gl.SliceLayout(1, tile)
     slots: gl.constexpr = filled.shape[0]
     down, across = _tiles(tokens, features, BLOCKS)
     step, tiles = 0, down * across
-    # else the loop may not run at all, and its sums lie in other registers before it than in it: 400 bytes spilled
+    # otherwise the compiler assumes that the loop may not run, puts its sums in other registers, and spills 400 bytes
     gl.assume(steps > 0)
     first, feature, x_scales, weight_scales = _begin(
         x_scale, weight_scale, gl.program_id(0), tokens, features, steps, HALF, BLOCKS, of_row
     )
     row_scale, left_scale, right_scale = _load_scales(x_scales, weight_scales, 0, steps, BLOCKS)
-    # what was multiplied last is handed on, so that all products lie in the same registers
+    # the last product is carried along, so that all products use the same registers
     product = gl.full([ROWS, FEATURES], 0.0, gl.float32, tile)
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
         left = gl.full([ROWS, FEATURES], 0.0, gl.float32, tile)
@@ -148,7 +150,7 @@ def _multiply(
                 right += product * right_factor
             step += 1
         stored, from_feature = first, feature
-        # the next tile's scales are asked for before this one is stored
+        # the next tile's scales are loaded before this tile is stored
         following = gl.minimum(number + gl.num_programs(0), tiles - 1)
         first, feature, x_scales, weight_scales = _begin(
             x_scale, weight_scale, following, tokens, features, steps, HALF, BLOCKS, of_row
@@ -162,7 +164,7 @@ def _multiply(
 
 @gluon.jit
 def _store(y, sums, out, row, feature):
-    """Rounds sums and stores them from shared memory, once what was stored from there before has been read."""
+    """Round sums and store them through shared memory, once the previous store from there has finished reading."""
     tma.store_wait(0)
     out.store(sums.to(gl.bfloat16))
     fence_async_shared()
@@ -186,7 +188,7 @@ def _warp_specialized(
     xs = gl.allocate_shared_memory(gl.float8e4nv, [2 * SLOTS, ROWS, DEPTH], x.layout)
     weights = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS * SLOTS, FEATURES, DEPTH], weight.layout)
     outs = gl.allocate_shared_memory(gl.bfloat16, [2, ROWS, FEATURES], y.layout)
-    # copies tell of themselves when one thread has said how many bytes come
+    # copies arrive by themselves after one thread has announced the number of bytes
     filled, freed = ring(SLOTS, 1, 2)
     wait_for_inputs(OVERLAP)
     gl.warp_specialize(
