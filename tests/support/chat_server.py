@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from dsv4cli.engine.server.page import page
+from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 
 MODEL, CONTEXT = "fake-v4", 4096
 
@@ -106,6 +106,8 @@ class ChatServer:
         if handler.path == "/":
             body, policy = page()
             _send(handler, 200, body, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy})
+        elif handler.path.partition("?")[0] == MATH_PATH:
+            _send(handler, 200, math_library(), {"Content-Type": "text/javascript"})
         elif handler.path == "/v1/models" and self._admits(handler):
             _send_json(handler, 200, {"object": "list", "data": self.models})
 

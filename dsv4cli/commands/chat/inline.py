@@ -25,7 +25,7 @@ STYLES = {"strong": STRONG, "em": EMPHASIS, "link": LINK}
 SPAN_OF_CODE = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 MATH = re.compile(
     r"\\\(.+?\\\)|\\\[.+?\\\]|\\begin\{([^{}\n]+)\}.+?\\end\{\1\}"
-    r"|\$\$.+?\$\$|\$(?=[^\s$])(?:\\.|[^$\n\\])*?(?<=[^\s\\])\$(?![\d$])",
+    r"|\$\$.+?\$\$|(?<![^\W_])\$(?=[^\s$])(?:\\.|[^$\n\\])*?(?<=[^\s\\])\$(?![\d$])",
     re.DOTALL,
 )
 MATH_BEGINS = re.compile(r"\\[(\[]|\\begin\{")

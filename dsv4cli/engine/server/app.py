@@ -22,7 +22,7 @@ from dsv4cli.engine.server.connections import CONNECTION, BoundedProtocol, conne
 from dsv4cli.engine.server.guard import OPEN_PATHS, Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
-from dsv4cli.engine.server.page import page
+from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response, refusal_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import ClientGone
@@ -88,8 +88,15 @@ async def start_page(http: HttpRequest) -> Response:
     return Response(body, headers=headers, media_type="text/html")
 
 
+async def math_script(http: HttpRequest) -> Response:
+    """GET /math.js: the page's library for formulas. The page names its digest, so that a browser may keep it."""
+    headers = {"x-content-type-options": "nosniff", "cache-control": "public, max-age=31536000, immutable"}
+    return Response(math_library(), headers=headers, media_type="text/javascript")
+
+
 ROUTES = (
     Route("/", start_page),
+    Route(MATH_PATH, math_script),
     Route("/health", health),
     Route("/version", version),
     Route("/metrics", metrics),

@@ -9,11 +9,12 @@ from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers
 
+from dsv4cli.engine.server.page import MATH_PATH
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.errors import UsageError
 
 # what answers without a key: the page asks for it, and a monitor needs none
-OPEN_PATHS = ("/", "/health")
+OPEN_PATHS = ("/", MATH_PATH, "/health")
 SHORTEST_KEY = 8
 
 

@@ -5,14 +5,19 @@ import hashlib
 import re
 from pathlib import Path
 
+# where the page finds Temml (MIT), which turns LaTeX into MathML; it is loaded with the first formula
+MATH_PATH = "/math.js"
+_MATH_DIGEST = b"MATH_DIGEST"  # stands in the page's script for that of the library
+
 
 def page() -> tuple[bytes, str]:
-    """The page, and its Content-Security-Policy: its own style and script, this server, and nothing else."""
-    body = Path(__file__).with_name("page.html").read_bytes()
+    """Return the page and its Content-Security-Policy: its own style and scripts, this server, and nothing else."""
+    math = _digest(math_library())
+    body = Path(__file__).with_name("page.html").read_bytes().replace(_MATH_DIGEST, math.encode())
     policy = {
         "default-src": "'none'",
         "style-src": _hash_of(body, "style"),
-        "script-src": _hash_of(body, "script"),
+        "script-src": f"{_hash_of(body, 'script')} '{math}'",
         "connect-src": "'self'",
         "img-src": "data:",  # its icon
         "base-uri": "'none'",
@@ -22,7 +27,16 @@ def page() -> tuple[bytes, str]:
     return body, "; ".join(f"{name} {sources}" for name, sources in policy.items())
 
 
+def math_library() -> bytes:
+    """Return the script at `MATH_PATH`."""
+    return Path(__file__).with_name("temml.min.js").read_bytes()
+
+
 def _hash_of(body: bytes, tag: str) -> str:
-    """The one element of this tag, as a policy names it."""
+    """Return the digest of the one element of a tag, as a policy names it."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), body, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+    return f"'{_digest(content)}'"
+
+
+def _digest(content: bytes) -> str:
+    return f"sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}"

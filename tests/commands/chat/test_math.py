@@ -57,6 +57,7 @@ def shown_inline(text):
         ("for $x$ and $E = mc^2$, $n!$ or $a + b$", "for x and E = mc², n! or a + b"),
         (r"$\text{speed} = \frac{d}{t}$", "speed = d/t"),
         ("costs $5 and $6, not 7$; US$ 5 or $10-$20", None),
+        ("5$, 6$ and 7$; US$ 5", None),
         ("echo $HOME/$USER, $a_b and $c; ${x}", None),
         (r"a \(x^2\), \[y_1\] and `\(z^2\)`", r"a x², y₁ and \(z^2\)"),
         ("**\\(x_1\\)** is *\\(a*b\\)*", "x₁ is a*b"),

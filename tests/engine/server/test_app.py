@@ -14,6 +14,7 @@ from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
+from dsv4cli.engine.server.page import math_library
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 from dsv4cli.engine.server.service import MOST_NAMES
 from dsv4cli.engine.server.serving import SWITCH_SECONDS
@@ -42,6 +43,13 @@ def test_the_page_may_load_nothing_from_elsewhere(nano):
     assert policy.startswith("default-src 'none'")
     assert {"connect-src 'self'", "frame-ancestors 'none'"} <= {*policy.split("; ")}
     assert b"<title>" in response.read()
+
+
+def test_the_page_has_its_library_for_formulas(nano):
+    response = nano.send("GET", "/math.js?sha256-x")
+    assert (response.status, response.getheader("content-type")) == (200, "text/javascript; charset=utf-8")
+    assert "immutable" in (response.getheader("cache-control") or "")
+    assert response.read() == math_library()
 
 
 @pytest.mark.usefixtures("nano")
@@ -332,7 +340,7 @@ def refused(guard, headers, status, path="/v1/models"):
     assert error.value.status == status
 
 
-@pytest.mark.parametrize("path", ["/", "/health"])
+@pytest.mark.parametrize("path", ["/", "/math.js", "/health"])
 def test_a_monitor_and_the_page_need_no_key(path):
     refused(Guard(KEYS, "0.0.0.0"), {}, None, path)
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from dsv4cli.engine.server.page import page
+from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 from dsv4cli.engine.text.inputs import read_messages
 from tests.support.browser import CHROMIUM, SHIFT, browser
 from tests.support.chat_server import ChatServer, Says
@@ -77,18 +77,25 @@ HOSTILE = """\
 def test_the_policy_allows_the_page_alone():
     body, policy = page()
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
-    for tag in ("style", "script"):
-        content = body.split(f"<{tag}>".encode())[1].split(f"</{tag}>".encode())[0]
-        assert rules[f"{tag}-src"] == f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+    own = {tag: body.split(f"<{tag}>".encode())[1].split(f"</{tag}>".encode())[0] for tag in ("style", "script")}
+    hashes = {
+        name: f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"
+        for name, content in (*own.items(), ("math", math_library()))
+    }
+    assert rules["style-src"] == hashes["style"]
+    assert rules["script-src"] == f"{hashes['script']} {hashes['math']}"
+    assert f'"{hashes["math"][1:-1]}"'.encode() in body
     assert rules["default-src"] == rules["form-action"] == rules["frame-ancestors"] == rules["base-uri"] == "'none'"
     assert rules["connect-src"] == "'self'"
 
 
 def test_no_text_becomes_markup_and_nothing_is_foreign():
     text = page()[0].decode()
-    assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser", text
-    )
+    for script in (text, math_library().decode()):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser", script
+        )
+        assert not re.search(r"XMLHttpRequest|importScripts|\bimport\(|window\.fetch", script)
     assert not re.search(r"""(src|href|action)=["']?(https?:)?//""", text)
     assert not re.search(r"@import|url\(|\bstyle=\"|\bon\w+=\"", text)
 
@@ -130,6 +137,17 @@ def answered(tab):
 
 def said(body):
     return [(one["role"], one["content"]) for one in body["messages"]]
+
+
+def shown(tab, text, what, then="it", pieces=None):
+    """What becomes of a text of Markdown, which comes in pieces."""
+    return tab.value(f"""(() => {{
+        const root = document.createElement("div"), one = new Markdown(root);
+        {json.dumps(pieces or [text])}.forEach(piece => one.push(piece));
+        one.end();
+        const it = root.{what};
+        return {then};
+    }})()""")
 
 
 class TestPage:
@@ -281,7 +299,24 @@ class TestPage:
         assert opened.complaints == []
         assert all(url.startswith(server.url) for url in opened.fetched)
 
+    def test_a_formula_is_not_obeyed(self, opened, server):
+        given = (
+            "href{javascript:alert(1)}{x}", "url{https://evil.example}", "includegraphics{https://evil.example/x.png}",
+            "htmlStyle{position:fixed}{x}", "class{unseen}{x}", "data{onclick=alert(1)}{x}",
+            "def\\x{\\x\\x}\\x", "rule{9999em}{9999em}", "begin{cases}<img src=x>",
+        )  # fmt: skip
+        server.script = [Says([f"\\(\\{tex}\\)\n\n" for tex in given] + ["\\(x^2\\)"])]
+        opened.value("loadTemml()")
+        ask(opened, "Hi")
+        answered(opened)
+        assert opened.value("Boolean(document.querySelector('#turns .math msup'))")
+        assert opened.value("document.querySelectorAll('#turns :is(a, img, script, [onclick])').length") == 0
+        assert opened.value("document.documentElement.scrollWidth") <= 1000
+        assert opened.complaints == []
+        assert all(url.startswith(server.url) for url in opened.fetched)
+
     def test_markdown_is_the_same_however_it_is_cut(self, opened):
+        opened.value("loadTemml()")
         opened.value("""globalThis.rendered = pieces => {
             const root = document.createElement("div"), markdown = new Markdown(root);
             pieces.forEach(piece => markdown.push(piece));
@@ -302,7 +337,6 @@ class TestPage:
         ("a **b *c* d** e", "<p>a <strong>b <em>c</em> d</strong> e</p>"),
         ("a\nb", "<p>a<br>b</p>"),
         ("4*8*2 __init__ a_b_c 2 * 3 * 4", "<p>4*8*2 __init__ a_b_c 2 * 3 * 4</p>"),
-        ("\\(a_1 *b*\\) \\* `*x*`", "<p>\\(a_1 *b*\\) * <code>*x*</code></p>"),
         ("**重点**是 _x_", "<p><strong>重点</strong>是 <em>x</em></p>"),
         ("- a\n- b\n  - c\n\nd", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li></ul><p>d</p>"),
         ("1. a\n  - b\n2. c", '<ol start="1"><li><p>a</p><ul><li><p>b</p></li></ul></li><li><p>c</p></li></ol>'),
@@ -315,8 +349,69 @@ class TestPage:
 
     @pytest.mark.parametrize(("text", "markup"), SHOWN)
     def test_what_marks_become(self, opened, text, markup):
-        made = "(() => { const root = document.createElement('div'), one = new Markdown(root);"
-        assert opened.value(f"{made} one.push({json.dumps(text)}); one.end(); return root.innerHTML; }})()") == markup
+        assert shown(opened, text, "innerHTML").replace(' dir="auto"', "") == markup
+
+    # a text, the formulas within its lines, and those that have lines of their own
+    FORMULAS = (
+        ("a \\(x^2\\) b $y$, $E = mc^2$ and $n!$", ["x2", "y", "E=mc2", "n!"], []),
+        ("so\n\\[\n- x\n+ 1\n\\]\nend", [], ["−x+1"]),
+        ("- a: $$x$$\n  \\[ y_1 * z * w\n  \\]\n- b", [], ["x", "y1∗z∗w"]),
+        ("\\begin{pmatrix}\n1 & 2 \\\\\n* & 4\n\\end{pmatrix}", [], ["(12∗4)"]),
+        ("**\\(a*b\\)** and | \\(c\\)", ["a∗b", "c"], []),
+        ("$5 and $6, not 7$; US$ 5 or $10-$20, $HOME/$USER, `$x$` \\$x\\$", [], []),
+        ("\\(x^2 and \\[ y and $$ z", [], []),
+        ("```\n\\(x\\)\n```", [], []),
+    )
+
+    @pytest.mark.parametrize(("text", "inside", "displayed"), FORMULAS, ids=range(len(FORMULAS)))
+    def test_formulas(self, opened, text, inside, displayed):
+        opened.value("loadTemml()")
+        found = shown(opened, text, "querySelectorAll('.math')", "[...it].map(one => [one.className, one.textContent])")
+        words = [[kind, re.sub(r"[\s\u2061\u200b]", "", text)] for kind, text in found]
+        assert [text for kind, text in words if kind == "math"] == inside
+        assert [text for kind, text in words if kind == "math shown"] == displayed
+
+    def test_what_is_no_formula_is_shown_as_it_is_written(self, opened):
+        opened.value("loadTemml()")
+        for text in (r"\(\nosuchthing{x}\)", r"costs $5 and $6, not 7$"):
+            assert shown(opened, text, "textContent") == text
+
+    def test_a_formula_shows_its_source_until_the_library_is_there(self, opened, server):
+        server.script = [Says(["The sum is \\(x^2\\)."])]
+        ask(opened, "Hi")
+        opened.until("document.querySelector('#turns .math msup')")
+        assert opened.text("#turns .text").startswith("The sum is")
+        assert [url.partition("?")[0] for url in opened.fetched].count(server.url + MATH_PATH) == 1
+        assert opened.complaints == []
+
+    CODE = (
+        ("python", "x = 'a' # b\ndef f(): return 1.5", {"string": ["'a'"], "comment": ["# b"], "number": ["1.5"],
+                                                       "keyword": ["def", "return"]}),
+        ("py", '"""one\ntwo""" if', {"string": ['"""one', 'two"""'], "keyword": ["if"]}),
+        ("js", "/* a\nb */ let x = `c\nd`; // e", {"comment": ["/* a", "b */", "// e"], "keyword": ["let"],
+                                                    "string": ["`c", "d`"]}),
+        ("sql", "SELECT 'a' FROM t -- b", {"keyword": ["SELECT", "FROM"], "string": ["'a'"], "comment": ["-- b"]}),
+        ("bash", "if [ $# ]; then # a\necho x#y", {"keyword": ["if", "then", "echo"], "comment": ["# a"]}),
+        ("html", "<a href=\"x\">if</a><!-- b -->", {"keyword": ["<a", ">", "</a", ">"], "string": ['"x"'],
+                                                     "comment": ["<!-- b -->"]}),
+        ("nosuch", "if 'x'", {}),
+    )  # fmt: skip
+
+    @pytest.mark.parametrize(("language", "code", "colours"), CODE, ids=range(len(CODE)))
+    def test_code_has_colours_and_stays_one_text(self, opened, language, code, colours):
+        opened.value("CSS.highlights.clear()")
+        text = f"```{language}\n{code}\n```"
+        assert shown(opened, text, "querySelector('code').childNodes.length", pieces=[*text]) == 1
+        found = opened.value("""Object.fromEntries([...CSS.highlights].map(([kind, ranges]) => [kind, [...ranges].map(
+            one => one.startContainer.data.slice(one.startOffset, one.endOffset))]))""")
+        assert found == colours
+
+    def test_text_has_its_own_direction(self, opened, server):
+        server.script = [Says(["שלום 42.\n\n- אחת\n\nabc\n\n```\nשלום\n```"])]
+        ask(opened, "שאלה")
+        answered(opened)
+        direction = "[...document.querySelectorAll('.said, .text > *')].map(one => getComputedStyle(one).direction)"
+        assert opened.value(direction) == ["rtl", "rtl", "rtl", "ltr", "ltr"]
 
     def test_a_table_and_code(self, opened, server):
         server.script = [Says(["| a | b |\n|:-:|--:|\n| 1 | x \\| y |\n\n```py\nif x:\n    y\n```\n"])]
@@ -354,7 +449,19 @@ class TestPage:
         assert min(times[4:]) < 3 * min(times[:2]) + 5
 
     @pytest.mark.parametrize(
-        "text", ["*a " * 20000, "[" * 50000, "`" * 50000, "> " * 2000 + "x", "_" * 50000, "|" * 20000]
+        "text",
+        [
+            "*a " * 20000,
+            "[" * 50000,
+            "`" * 50000,
+            "> " * 2000 + "x",
+            "_" * 50000,
+            "|" * 20000,
+            "\\(" * 20000,
+            "$a " * 20000,
+            "\\begin{a}\n" * 3000,
+            '```js\n"' + "a\\\\" * 20000,
+        ],
     )
     def test_no_text_takes_long(self, opened, text):
         made = "(() => { const one = new Markdown(document.createElement('div')), start = performance.now();"
@@ -415,7 +522,9 @@ class TestPage:
     @pytest.mark.parametrize("width", [320, 390, 1400])
     def test_no_width_has_to_be_scrolled_sideways(self, opened, server, width):
         opened.resize(width, 700, mobile=width < 500)
-        server.script = [Says([f"{'x' * 300}\n\n```\n{'y' * 300}\n```\n\n|{'a' * 90}|b|\n|-|-|\n|{'c' * 90}|d|\n"])]
+        table, formula = f"|{'a' * 90}|b|\n|-|-|\n|{'c' * 90}|d|", f"$${' + '.join('x' * 90)}$$"
+        server.script = [Says([f"{'x' * 300}\n\n```\n{'y' * 300}\n```\n\n{table}\n\n{formula}\n"])]
+        opened.value("loadTemml()")
         ask(opened, "z" * 300)
         answered(opened)
         assert opened.value("document.documentElement.scrollWidth") <= width
