@@ -1,6 +1,7 @@
 """Exports of compressed-tensors, read and written, against the package itself."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from dsv4cli.engine.checkpoint.identify import identify
 from dsv4cli.engine.checkpoint.layouts import recognise_stored
 from dsv4cli.engine.checkpoint.opening import open_stored
+from dsv4cli.engine.checkpoint.packed import is_packed
 from dsv4cli.engine.checkpoint.values import decode, form_of
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support import damage
@@ -182,7 +184,8 @@ def test_e4m3_with_scales_of_any_shape(tmp_path, shape):
     generator, wanted = torch.Generator().manual_seed(0), {}
 
     def export(name: str, entry: Stored) -> dict[str, Stored]:
-        if not name.endswith((".attn.wq_b.weight", ".attn.wq_b.scale")) or "indexer" in name:
+        # 512 x 128, and 256 x 256
+        if not re.search(r"\.attn\.(wq_b|wo_b)\.(weight|scale)$", name):
             return {name: entry}
         if name.endswith(".scale"):
             return {}
@@ -220,6 +223,37 @@ def test_of_mixed_formats_the_tensors_tell_what_runs(exported, tmp_path):
     """What the engine runs is recognised as the engine does, whoever asks."""
     folder = mixed(exported, tmp_path / "net")
     assert recognise_stored(folder) == identify(folder)
+
+
+def test_e4m3_with_the_scales_of_a_release_is_not_taken_for_an_export(exported, tmp_path):
+    folder, official = mixed(exported, tmp_path / "net"), stored(NANO)
+
+    def release(name: str, entry: Stored) -> dict[str, Stored]:
+        if not name.endswith(".attn.wq_a.weight"):
+            return {name: entry}
+        scale = name.replace(".weight", ".scale")
+        return {name: official[name], scale: official[scale]}
+
+    damage.rewrite(folder, release)
+    assert not is_packed(folder)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_scales_of_activations_are_expected_where_the_export_has_them(exported, tmp_path, quantised):
+    folder = mixed(exported, tmp_path / "net")
+
+    def activations(name: str, entry: Stored) -> dict[str, Stored]:
+        if name.endswith(".attn.wq_a.weight"):  # of e4m3: an export that the engine does not run
+            codes = tensor(entry).float().to(torch.float8_e4m3fn)
+            return {name: as_stored(codes), name + "_scale": as_stored(torch.tensor([0.75]))}
+        if not quantised or not name.endswith(".weight_global_scale"):
+            return {name: entry}
+        return {name: entry, name.replace("weight_global", "input_global"): as_stored(torch.tensor([2.0]))}
+
+    damage.rewrite(folder, activations)
+    specs = recognise_stored(folder).specs
+    found = [name for name in specs if name.endswith(".input_scale")]
+    assert len(found) == (sum(".experts." in name and name.endswith(".w1.weight") for name in specs) * 3) * quantised
 
 
 def test_e4m3_beside_nvfp4(exported, tmp_path):

@@ -205,6 +205,16 @@ def test_of_several_templates_the_default_is_taken(given, template):
     values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, settings, None, "file")
     assert values["tokenizer.chat_template"] == template
     assert "tokenizer.ggml.padding_token_id" not in values
+    # a file of its own goes before, as in transformers
+    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, settings, "C", "file")
+    assert values["tokenizer.chat_template"] == "C"
+
+
+@pytest.mark.parametrize(("experts", "file_type"), [("fp4", 38), ("bf16", 32)])
+def test_the_file_type_is_that_of_the_experts(experts, file_type):
+    source = identify(NANO)
+    values = gguf_metadata(source, source.config.without_drafter(), Formats("bf16", experts, "bf16"), {})
+    assert values["general.file_type"] == file_type
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
@@ -219,6 +229,8 @@ def test_a_vocabulary_that_is_no_text_is_refused(tmp_path, name):
 def test_a_vocabulary_larger_than_the_model_is_refused():
     with pytest.raises(CheckpointError, match="has the token id 2303, the model 2,000 tokens"):
         vocabulary((NANO / "tokenizer.json").read_text(), 2000, {}, None, "file")
+    with pytest.raises(CheckpointError, match="has the token id 2303, the model 2,303 tokens"):
+        vocabulary((NANO / "tokenizer.json").read_text(), 2303, {}, None, "file")
 
 
 @pytest.mark.parametrize("thinking", [False, True])

@@ -241,6 +241,11 @@ def test_vectors_are_continuations_in_tokens(repository):
             "line 4: there is no tests/prompts/two.txt",
         ),
         ("c3e 0\nend\n", "c3e 0\n", "line 12: not a case"),
+        (
+            VEC[VEC.index("case two") :],
+            "case two 4096 0 tests/prompts/one.txt\nend\n",
+            "line 12: case two has 0 tokens",
+        ),
         ("case two", "case one", "line 12: the id 'one' is also"),
     ],
 )

@@ -102,4 +102,10 @@ def test_a_summary_leaves_out_what_was_cut():
     assert (found.items, found.judged, found.score.value) == (6, 3, 2 / 3)
     assert found.record()["cut"] == 2
     assert by_task(outcomes(rulings("+"), task="")) == {}
+    continued = [
+        Outcome(n, f"i{n}", "t", "continuation", "correct", "", 5, 4, nll=1.0, common_prefix=prefix)
+        for n, prefix in enumerate((0, 3, 1))
+    ]
+    found = summary_of([*continued, *outcomes(rulings("+"))])
+    assert (found.continuations, found.first_token, found.common_prefix, found.continuation_tokens) == (3, 2, 4, 12)
     assert [*by_task(outcomes(rulings("+")) + outcomes(rulings("-"), task="u"))] == ["t", "u"]

@@ -143,6 +143,15 @@ def test_as_many_drafts_as_pay(most, truth, few, many):
     assert sum(min(few, most) <= count <= many for count in late) > 400
 
 
+def test_an_acceptance_is_of_the_draft_that_was_accepted():
+    """Of two drafts the first is always accepted, the second never: each chance is believed by its own record."""
+    gate = DraftController(2)
+    for _ in range(200):
+        gate.note_drafts([0.3, 0.9], verified=2, accepted=1)
+    assert gate.believed(0.3) > 0.9
+    assert gate.believed(0.9) < 0.1
+
+
 @BOTH
 @pytest.mark.parametrize("says", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
 @pytest.mark.parametrize("truth", [PROSE, WRONG, GOOD], ids=["prose", "wrong", "code"])

@@ -195,6 +195,23 @@ def test_rows_behind_a_sequence_count_as_written(case):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("tokens", [128, 256])
+def test_drafts_behind_the_longest_sequence_have_blocks(case, tokens):
+    """Also where a sequence becomes longer than the steps were prepared for."""
+    model, tolerance = case
+    side, drafts = Side(model, 3), [7, 8, 9, 10]
+    side.read("text", [number % 500 + 3 for number in range(tokens - 1)])
+    decoder = GraphRunner(model, side.cache, 5)
+    side.read("short", [3, 4])
+    decode(decoder, [(side.sequences["short"], drafts)])  # prepared for one block
+    decoder.lengthen(tokens)
+    found = decode(decoder, [(side.sequences["text"], drafts)])
+    batch = make_batch(side.cache, [(side.sequences["text"], drafts)])
+    expected = model.logits(model(batch, side.cache.layers).streams)
+    torch.testing.assert_close(found, expected[:1], rtol=0, atol=tolerance)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("counts", "routed"),
     [

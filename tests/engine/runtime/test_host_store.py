@@ -132,6 +132,51 @@ def test_a_block_that_was_written_since_is_copied_again():
         one.free(other)
 
 
+def test_how_far_a_sequence_was_written_comes_back():
+    """Its rings hold tokens beyond its length, so that it cannot roll back as far as another one."""
+    one = cache()
+    store = HostTier(one, 10**7)
+    sequence = one.allocate()
+    write(one, sequence, 300, 1)
+    one.roll_back(sequence, 5)
+    snapshot = one.snapshot(sequence)
+    stored = store.store(snapshot)
+    one.free(sequence)
+    other = one.allocate()
+    store.restore(other, stored)
+    assert (other.length, other.high) == (295, 300)
+
+
+def test_a_page_that_was_given_back_is_not_shared():
+    """Its block on the device has not changed since, but the page may hold another block next."""
+    one = cache()
+    store = HostTier(one, 10**7)
+    first, expected = kept(one, 100)
+    second, expected_second = kept(one, 120)
+    store.drop(store.store(first))
+    stored = store.store(first)
+    stored_second = store.store(second)
+    assert len({*stored.pages, *stored_second.pages}) == len(stored.pages) + len(stored_second.pages)
+    for snapshot in (first, second):
+        one.drop(snapshot)
+    for found, wanted in ((stored, expected), (stored_second, expected_second)):
+        other = one.allocate()
+        store.restore(other, found)
+        assert equal(held(one, other), wanted)
+        one.free(other)
+
+
+def test_a_snapshot_holds_no_block_beyond_its_length():
+    """A sequence may have blocks for tokens that it has not stored, which are its own."""
+    one = cache()
+    sequence = one.allocate()
+    write(one, sequence, 100, 1)
+    one.reserve(sequence, 300)
+    snapshot = one.snapshot(sequence)
+    one.free(sequence)
+    assert one.used_blocks == len(snapshot.blocks) == 1
+
+
 def test_blocks_that_are_known_here_are_not_copied_back():
     """Two sequences that begin with one state share its full blocks until one of them writes."""
     one = cache()

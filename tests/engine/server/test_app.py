@@ -361,6 +361,7 @@ def test_a_monitor_and_the_page_need_no_key(path):
         ("127.0.0.1", {"host": "localhost:8000", "origin": "https://evil.example"}, 403),
         ("127.0.0.1", {"host": "localhost:8000", "origin": "null"}, 403),
         ("0.0.0.0", {"host": "gpu7:8000", "origin": "http://gpu7:9000"}, 403),
+        ("0.0.0.0", {"host": "gpu7:8000", "origin": "http://not-gpu7:8000"}, 403),
     ],
     ids=str,
 )

@@ -213,7 +213,8 @@ def test_tokens_of_texts_and_conversations(nano):
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [("/tokenize", {}), ("/detokenize", {}), ("/detokenize", {"tokens": [9999]})]
+    ("path", "body"),
+    [("/tokenize", {}), *(("/detokenize", body) for body in ({}, {"tokens": [9999]}, {"tokens": [True]}))],
 )
 def test_what_has_no_tokens_is_refused(nano, path, body):
     assert nano.post(path, body)[0] == 400

@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.server import messages
+from dsv4cli.engine.server.messages import MessageBlocks
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 TOOLS = [
@@ -175,7 +178,22 @@ def test_requests_that_differ_in_the_billing_line_share_their_prefix(nano):
     for nonce in ("36ee5", "0aaa9"):
         system = [{"type": "text", "text": text} for text in (BILLING.format(nonce), rules)]
         usages.append(answered(nano, SUM, system=system, max_tokens=1)["usage"])
+        counted = nano.post("/v1/messages/count_tokens", asking(SUM, system=system))[1]["input_tokens"]
     assert usages[1]["cache_read_input_tokens"] > 0.9 * usages[0]["input_tokens"]
+    # a token of the prompt counts as new or as cached, not as both
+    sums = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in usages]
+    assert sums[0] == sums[1] == counted
+
+
+def test_parallel_calls_are_blocks_of_their_own():
+    blocks = MessageBlocks(SimpleNamespace(tool_id=lambda nth: f"id{nth}"))
+    deltas = [("call", "", 0, "f"), ("call", "{}", 0), ("call", "", 1, "g"), ("call", "{}", 1)]
+    events = [event for delta in deltas for event in blocks.take(Delta(*delta))] + blocks.close()
+    said = [json.loads(event.partition(b"data: ")[2]) for event in events]
+    begun = [(one["index"], one["content_block"]["id"]) for one in said if one["type"] == "content_block_start"]
+    assert begun == [(0, "id0"), (1, "id1")]
+    assert [one["index"] for one in said if one["type"] == "content_block_delta"] == [0, 0, 1, 1]
+    assert [one["index"] for one in said if one["type"] == "content_block_stop"] == [0, 1]
 
 
 @pytest.mark.slow

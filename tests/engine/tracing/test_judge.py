@@ -128,12 +128,13 @@ def test_what_is_not_a_number_is_infinitely_far():
 
 
 def test_choices_of_another_size_are_infinitely_far():
-    a = torch.tensor([[0, 1, -1], [0, 1, 2], [0, 1, 2]] * 7, dtype=torch.int32)[:20]
+    a = torch.tensor([[0, 1, -1], [0, 1, 2], [0, 1, 2], [0, 1, 2]] * 5, dtype=torch.int32)
     b = a.clone()
     b[0] = torch.tensor([0, 1, 2])
     b[1] = torch.tensor([3, 1, 0])
+    b[3] = torch.tensor([0, 1, -1])
     [found] = differences(InMemory(a, "indexer.chosen", 1), InMemory(b, "indexer.chosen", 1), fed=False)
-    assert found.rows[:3].tolist() == [inf, pytest.approx(1 / 3), 0]
+    assert found.rows[:4].tolist() == [inf, pytest.approx(1 / 3), 0, inf]
 
 
 def test_entries_lie_where_their_last_token_is():
@@ -155,6 +156,35 @@ class Choosing(InMemory):
 
     def rows(self, layer, stage, first, end):
         return (self._rows if stage == "gate.chosen" and layer == 0 else torch.ones(20, 2))[first:end]
+
+
+def test_the_coarser_format_of_two_recordings_counts():
+    wide = torch.ones(20, 2)
+    for one, other in ((wide.bfloat16(), wide), (wide, wide.bfloat16())):
+        [found] = differences(InMemory(one, "attn.o"), InMemory(other, "attn.o"), fed=False)
+        assert found.rounding == rounding_of(MANIFEST, MANIFEST, "attn.o", 2**-9)
+
+
+def test_logits_are_left_out_where_their_own_token_chose_otherwise():
+    """Of two texts: a row of logits belongs to a token behind those of the texts before."""
+    texts = Text((1, 2, 3), 3), Text((4, 5, 6, 7), 3)  # one row of logits, and two
+    manifest = replace(MANIFEST, texts=texts)
+
+    class Deciding(InMemory):
+        def layers(self):
+            return [1, 2]
+
+        def stages(self, layer):
+            return ["gate.chosen"] if layer == 1 else ["logits"]
+
+        def rows(self, layer, stage, first, end):
+            return (self._rows if layer == 1 else torch.ones(3, 2))[first:end]
+
+    a = torch.tensor([[0, 1]] * 7, dtype=torch.int32)
+    b = a.clone()
+    b[5] = torch.tensor([0, 2])  # the third token of the second text
+    _, logits = differences(Deciding(a, manifest=manifest), Deciding(b, manifest=manifest), fed=False)
+    assert logits.alike.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize(("fed", "left_out"), [(False, 4), (True, 2)])
@@ -184,6 +214,8 @@ def test_roundings():
     assert rounding_between(MANIFEST, replace(MANIFEST, dtype="float32")) == 2**-9
     assert rounding_of(MANIFEST, MANIFEST, "hc_attn.comb", 0.0) == sums
     assert rounding_of(MANIFEST, MANIFEST, "attn.o", 2**-9) == pytest.approx(2**-9 / 3**0.5)
+    # numerics that round where the others do not move a stage by more than its own format
+    assert rounding_of(MANIFEST, replace(MANIFEST, simulate=False), "attn.o", 2**-9) == pytest.approx(2**-4 / 3**0.5)
     assert rounding_of(MANIFEST, MANIFEST, "gate.weights", 0.0) == pytest.approx(2**-8 / 8, rel=1e-5)
 
 
