@@ -53,7 +53,8 @@ def compare(
         right = open_recording(other, left.manifest)
         if None not in (weights := {left.manifest.weights, right.manifest.weights}) and len(weights) > 1:
             out.warning(f"{one} and {other} are of other weights")
-        comparison = compared(left, right, _noise(left, right), fed=right.manifest.fed)
+        noise, halves = _noise(left, right)
+        comparison = compared(left, right, noise, fed=right.manifest.fed, halves=halves)
         draw(comparison)
     out.document({"schema": "dsv4.trace.compare/1", **comparison.record()})
     show_comparison(out, comparison, every=stages)
@@ -74,14 +75,21 @@ def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
     yield lambda comparison: draw_differences(comparison, plot)
 
 
-def _noise(one: "Recording", other: "Recording") -> "Noise":
-    """What either of them knows. Raises UsageError where none does."""
+def _noise(one: "Recording", other: "Recording") -> "tuple[Noise, Noise | None]":
+    """Return the noise that either recording knows, and that of its fed halves where these compare.
+
+    Raises:
+        UsageError: neither knows any.
+    """
     from dsv4cli.engine.tracing.judge import load_noise
+    from dsv4cli.engine.tracing.record import has_noise_of
 
     for recording in (one, other):
-        noise = load_noise(Path(recording.name), fed=other.manifest.fed)
+        folder = Path(recording.name)
+        noise = load_noise(folder, fed=other.manifest.fed)
         if noise is not None:
-            return noise
+            is_sharper = not other.manifest.fed and has_noise_of(recording.manifest, one.manifest, other.manifest)
+            return noise, load_noise(folder, fed=True) if is_sharper else None
     raise UsageError(
         f"neither {one.name} nor {other.name} knows what rounding explains",
         f"record one of them anew: dsv4 trace record MODEL --like {shell_word(Path(one.name))} --out DIR",

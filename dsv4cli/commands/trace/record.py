@@ -51,7 +51,7 @@ FolderOpt = Annotated[
 LikeOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="The tokens of another recording.")]
 ChunkOpt = Annotated[int, typer.Option("--prefill-chunk", min=1, help="The most prompt tokens in one step.")]
 NoNoiseOpt = Annotated[
-    bool, typer.Option("--no-noise", help="Do not measure what rounding makes of each stage, by a second pass.")
+    bool, typer.Option("--no-noise", help="Do not measure what rounding makes of each stage, by two more passes.")
 ]
 
 
@@ -105,17 +105,17 @@ def _texts_of(job: Job, like: Path) -> "list[Text]":
 
 def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
     from dsv4cli.engine.tracing.passes import Pass, Plan
-    from dsv4cli.engine.tracing.record import keep_noise, with_twin
+    from dsv4cli.engine.tracing.record import keep_noise, with_twins
     from dsv4cli.engine.tracing.recording import make_folder
 
     manifest = manifest_for(job, texts, parts)
     make_folder(folder)  # before the weights are read, which may take minutes
-    plan = with_twin(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
+    plan = with_twins(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)
-    recording, *twin = finished(job, plan, manifest, tp)
-    for one in twin:
-        keep_noise(recording, one, fed=False)
+    recording, *twins = finished(job, plan, manifest, tp)
+    for twin in twins:
+        keep_noise(recording, twin, fed=twin.manifest.fed)
     size = sum(file.stat().st_size for file in folder.iterdir())
     tokens, stages = manifest.rows("token", 0), sum(len(recording.stages(layer)) for layer in recording.layers())
     job.out.line(f"{folder}: {counted(tokens, 'token')}, {counted(stages, 'stage')}, {size_text(size)}")

@@ -23,7 +23,9 @@ def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) 
     if first is None:
         tokens = counted(sum(len(text.ids) for text in manifest.texts), "token")
         stages = counted(len(comparison.verdicts), "stage")
-        out.line(f"rounding explains every difference: {stages}, {tokens}", strong=True)
+        verdict = "both are identical" if comparison.identical else "rounding explains every difference"
+        rest = "; drafters are not compared" if comparison.drafters else ""
+        out.line(f"{verdict}: {stages}, {tokens}{rest}", strong=True)
         return
     out.line(f"{first.place}: {_times(first)}", strong=True)
     found = first.difference

@@ -10,13 +10,16 @@ streams that go into each block, or each half of it, moved as far as fp32 sums l
 - the worst row, beside the twin's worst row of that stage in any layer: a code of FP8 or FP4 that is rounded the other
   way is rare, and one layer may have none.
 
+In whole forward passes differences go on from half to half, and so do those of the twin. A half that takes the same
+streams on both sides is judged as a fed one nevertheless.
+
 What lies up to FACTOR times as far apart is explained: between two streams a row is rounded at about a dozen places,
 and their errors add up as √12 = 3.5. Of choices so many rows may be others, FACTOR for each that the twin has and for
 one more; how many are chosen does not hang on rounding.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import hypot, inf
 from pathlib import Path
@@ -28,7 +31,7 @@ from safetensors.torch import load_file, save
 
 from dsv4cli.engine.system.atomic import write_file
 from dsv4cli.engine.tracing.compare import StageDifference
-from dsv4cli.engine.tracing.stages import BY_NAME, LOGITS, STREAMS, placed
+from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, LOGITS, STREAMS, placed
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 
@@ -119,6 +122,39 @@ def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerd
             choices = BY_NAME[one.stage].choices
             excess = _of_choices(one, moved) if choices else _of_values(one, twin, worst[one.stage])
             yield StageVerdict(one, _mean(moved.rows), excess)
+
+
+def judged_by_halves(
+    found: Sequence[StageDifference], noise: Noise, halves: Noise | None = None
+) -> Iterator[StageVerdict]:
+    """Judge whole forward passes, as sharply as fed ones where both sides still compute from equal streams.
+
+    A half of a block that takes the same streams on both sides owes no difference to what comes before it. Rounding
+    explains there only what it makes of that half, not what it makes of all before.
+
+    Args:
+        found: every stage, in order.
+        noise: of whole forward passes.
+        halves: of fed halves of blocks, None where it is not known.
+    """
+    sharper = {} if halves is None else {_key(one): one for one in judged(found, halves)}
+    is_equal = {(one.layer, one.stage): equal for one, equal in zip(found, _after_equal_streams(found), strict=True)}
+    for verdict in judged(found, noise):
+        other = sharper.get(_key(verdict)) if is_equal[_key(verdict)] else None
+        yield verdict if other is None else max(verdict, other, key=lambda one: one.excess)
+
+
+def _key(verdict: StageVerdict) -> tuple[int, str]:
+    return verdict.difference.layer, verdict.difference.stage
+
+
+def _after_equal_streams(found: Iterable[StageDifference]) -> Iterator[bool]:
+    """Yield for each stage whether the last streams before it are equal; those of a half's end belong to that half."""
+    equal = False
+    for one in found:
+        yield equal
+        if one.stage in (STREAMS, AFTER_ATTENTION):
+            equal = not bool(one.rows.any())
 
 
 def _mean(rows: torch.Tensor) -> float:

@@ -39,8 +39,8 @@ class TraceManifest:
     how many it has. ratios: of each of its layers. hidden, streams: the width of an activation, and of how many streams
     there are. dtype, simulate: the numerics. rounded: the weights whose inputs are rounded to FP8. short_sums: the most
     prompt tokens of a step where FP8 tensor cores sum up linears of many rows shortly (`gemm.SHORT_SUM`), 0 where none
-    do. what: groups of stages. fed: whether each half of a block was given the streams of another recording. how:
-    backend, device, versions and the like, for people.
+    do. what: groups of stages. fed: whether each half of a block was given the streams of another recording. drafter:
+    whether the model has one, of which nothing is recorded. how: backend, device, versions and the like, for people.
     """
 
     model: str
@@ -57,6 +57,7 @@ class TraceManifest:
     what: tuple[Group, ...] = GROUPS
     ranks: int = 1
     fed: bool = False
+    drafter: bool = False
     weights: str | None = None
     how: dict[str, Any] = field(default_factory=dict)
 

@@ -59,6 +59,7 @@ def manifest_of(
         dtype=str(numerics.dtype).removeprefix("torch."),
         simulate=numerics.simulate,
         rounded=tuple(kind for kind in KINDS if numerics.simulate and getattr(formats, kind) not in UNSCALED),
+        drafter=config.drafter != "none",
         weights=weights_of(source.identity) if isinstance(source, FolderSource) else source.name,
     )
     return whole if what is None else replace(whole, what=what)
@@ -87,9 +88,15 @@ def weights_of(identity: Identity) -> str | None:
     return found.hexdigest()
 
 
-def with_twin(folder: Path, manifest: TraceManifest) -> Plan:
-    """A recording, and a twin whose streams are rounded once more in front of each half of a block."""
-    return Plan(manifest, (Pass(folder), Pass(twin_of(folder), moved=format_rounding(manifest))))
+def with_twins(folder: Path, manifest: TraceManifest) -> Plan:
+    """Plan a recording and its twins.
+
+    The streams of one twin are rounded once more in front of each half of a block, and the difference goes on. The
+    other one is fed: see `with_fed_twin`. Without the streams in the recording there is nothing to feed.
+    """
+    twin = Pass(twin_of(folder), moved=format_rounding(manifest))
+    fed = with_fed_twin(folder, manifest, None, manifest).passes[1:] if "block" in manifest.what else ()
+    return Plan(manifest, (Pass(folder), twin, *(replace(one, folder=folder / ".twin-fed") for one in fed)))
 
 
 def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, other: TraceManifest) -> Plan:
@@ -97,6 +104,13 @@ def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, other
     the twin is fed. other: of the side that it is compared with, which says how far the twin's are moved."""
     moved, short = rounding_between(manifest, other), short_sums_between(manifest, other)
     return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved, short)))
+
+
+def has_noise_of(own: TraceManifest, one: TraceManifest, other: TraceManifest) -> bool:
+    """Return whether the fed twin of `own`, one of the two, was moved as far as rounding moves `one` beside `other`."""
+    return rounding_between(own, own) == rounding_between(one, other) and short_sums_between(
+        own, own
+    ) == short_sums_between(one, other)
 
 
 def twin_of(folder: Path) -> Path:

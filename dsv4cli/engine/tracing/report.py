@@ -6,7 +6,7 @@ from math import isfinite
 from typing import Any
 
 from dsv4cli.engine.tracing.compare import differences
-from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged
+from dsv4cli.engine.tracing.judge import Noise, StageVerdict, judged_by_halves
 from dsv4cli.engine.tracing.manifest import check_same_shapes, check_same_tokens
 from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.engine.tracing.stages import STREAMS
@@ -31,6 +31,16 @@ class TraceComparison:
         """The first of them: where to look."""
         return next(iter(self.beyond), None)
 
+    @property
+    def identical(self) -> bool:
+        """Whether no value and no choice differs."""
+        return not any(bool(verdict.difference.rows.any()) for verdict in self.verdicts)
+
+    @property
+    def drafters(self) -> bool:
+        """Whether one of the models has a drafter, which is not compared."""
+        return self.one.manifest.drafter or self.other.manifest.drafter
+
     def record(self) -> dict[str, Any]:
         """As JSON has it; null for numbers that are not finite."""
         first = self.first
@@ -43,8 +53,21 @@ class TraceComparison:
         }
 
 
-def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> TraceComparison:
-    """Every stage that both recordings have. Raises UsageError for other shapes and tokens, and for no common stage."""
+def compared(
+    one: Recording, other: Recording, noise: Noise, *, fed: bool, halves: Noise | None = None
+) -> TraceComparison:
+    """Compare every stage that both recordings have.
+
+    Args:
+        one: the reference.
+        other: a recording of the same tokens.
+        noise: what rounding makes of the stages.
+        fed: whether each half of a block of `other` was fed with the streams of `one`, as in `noise`.
+        halves: the noise of fed halves for recordings that are not fed, as of `judged_by_halves`.
+
+    Raises:
+        UsageError: the shapes or tokens differ, or there is no common stage.
+    """
     names = (one.name, other.name)
     check_same_shapes(one.manifest, other.manifest)
     check_same_tokens(one.manifest.texts, other.manifest.texts, names)
@@ -52,11 +75,11 @@ def compared(one: Recording, other: Recording, noise: Noise, *, fed: bool) -> Tr
         raise UsageError(
             f"{names[0]} and {names[1]} have no stage in common", "record both with the same --layers and --what"
         )
-    found = differences(one, other, fed=fed)
+    found = [*differences(one, other, fed=fed)]
     if fed and one.manifest.layers[0]:
         # what layers give that nobody recorded, and that were not fed, is no half of a block
-        found = (each for each in found if (each.layer, each.stage) != (one.manifest.layers[0], STREAMS))
-    return TraceComparison(one, other, list(judged(found, noise)))
+        found = [each for each in found if (each.layer, each.stage) != (one.manifest.layers[0], STREAMS)]
+    return TraceComparison(one, other, list(judged_by_halves(found, noise, halves)))
 
 
 def _record(verdict: StageVerdict) -> dict[str, Any]:

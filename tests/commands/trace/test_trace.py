@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 
 import pytest
@@ -16,6 +17,7 @@ from dsv4cli.engine.tracing.recording import RecordedFolder
 from dsv4cli.engine.tracing.stages import BY_NAME
 from dsv4cli.engine.tracing.walk import Walk
 from tests.engine.model.test_mutations import MUTATIONS
+from tests.support import damage
 from tests.support.program import Program
 
 # ratios 0, 0 and 4
@@ -75,6 +77,22 @@ def test_the_same_again_is_explained(recorded, program, tmp_path):
     assert "rounding explains every difference: " in done.out
 
 
+def test_equal_recordings_are_called_identical_and_what_is_not_compared_is_said(recorded, program):
+    folder, _ = recorded
+    done = program("trace", "compare", str(folder), str(folder))
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("\nboth are identical: 55 stages, 13 tokens; drafters are not compared\n")
+
+
+def test_a_model_without_a_drafter_has_none_that_is_not_compared(program, tmp_path):
+    copy = damage.copy_checkpoint(tmp_path)
+    damage.drafter_lost(copy)
+    folder = str(tmp_path / "A")
+    assert program("trace", "record", str(copy), "--ids", IDS, "--out", folder, "--layers", "0-0").code == 0
+    done = program("trace", "compare", folder, folder)
+    assert re.search(r"\nboth are identical: \d+ stages, 13 tokens\n$", done.out)
+
+
 def test_a_picture(recorded, program, tmp_path):
     pytest.importorskip("matplotlib")
     folder, _ = recorded
@@ -120,7 +138,7 @@ def test_bisect_against_a_recording(program, recorded, tmp_path):
     done = program("trace", "bisect", NET, "--against", str(folder), "--keep", str(tmp_path / "kept"))
     assert done.code == 0
     assert f"{folder} and {NET}\n" in done.out
-    assert "rounding explains every difference: " in done.out
+    assert "both are identical: 55 stages, 13 tokens" in done.out
     assert RecordedFolder(tmp_path / "kept" / "other").manifest.fed
 
 
@@ -138,7 +156,7 @@ def test_bisect_of_a_conversion(program, tmp_path, target, farthest):
 @pytest.mark.slow
 def test_bisect_of_slots(program):
     done = program("trace", "bisect", NET, "--ids", IDS, "--slots")
-    assert (done.code, done.out.count("rounding explains every difference: ")) == (0, 2)
+    assert (done.code, done.out.count(": 55 stages, 13 tokens; drafters are not compared\n")) == (0, 2)
 
 
 @pytest.mark.slow
