@@ -134,6 +134,16 @@ class Session:
             pass
         return text
 
+    def take_back_answer(self) -> None:
+        """Remove what follows the last results of calls."""
+        while self.messages[-1]["role"] != "tool":
+            self.messages.pop()
+
+    def has_results(self) -> bool:
+        """Whether calls of the last turn were carried out."""
+        roles = [message["role"] for message in self.messages]
+        return "tool" in roles and "user" not in roles[len(roles) - roles[::-1].index("tool") :]
+
     def last_question(self) -> str:
         """What was asked last. Raises UsageError when nothing was."""
         from dsv4cli.engine.text.turns import text_of

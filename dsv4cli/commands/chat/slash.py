@@ -115,8 +115,11 @@ def _undo(chat: Chat, _: str) -> None:
     chat.out.status(f"removed: {facts.excerpt(question)}")
 
 
-def _retry(chat: Chat, _: str) -> str:
-    return chat.session.take_back()
+def _retry(chat: Chat, _: str) -> str | None:
+    if not chat.session.has_results():
+        return chat.session.take_back()
+    chat.answer_again()
+    return None
 
 
 def _edit(chat: Chat, text: str) -> str | None:

@@ -4,7 +4,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +15,8 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
+    from dsv4cli.commands.chat.partner import Partner
+    from dsv4cli.commands.chat.session import Session
     from dsv4cli.engine.text.prompt import Message, Tool
 
 # characters of a result that the model gets; of what a failed command has written; of a result that the user sees
@@ -27,11 +29,27 @@ NOT_RUN = "no result: the answer ends here"
 
 
 class Round(NamedTuple):
-    """The calls of one answer: which they are since the question, and what a result may have, in tokens."""
+    """The calls of one answer.
+
+    number: of the round since the question, from 1. room: the most tokens of a result. tokens: how many a text has.
+    offered: the model has been offered tools.
+    """
 
     number: int
     room: int
     tokens: Callable[[str], int]
+    offered: bool = True
+
+
+def next_round(session: "Session", partner: "Partner", calls: int) -> Round:
+    """The round of so many calls that comes now. Results have half of the context that the question and what has
+    followed it leave, so that an answer, or another round, always fits."""
+    messages = session.prompt()
+    asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
+    number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
+    room = max(partner.left(turn) // 2 // calls, 0)
+    return Round(number, room, partner.most_tokens, offered=bool(session.tools))
 
 
 def read_tools(path: Path) -> "list[Tool]":
@@ -75,21 +93,26 @@ class Tools:
     ask_first: bool = True
     rounds: int = 25
 
-    def run(self, calls: list[dict[str, Any]], now: Round) -> "list[Message] | None":
-        """The results as messages, in order; None when the user wants it to end here, or there were enough rounds."""
-        results: list[Message] = []
+    def run(self, calls: list[dict[str, Any]], now: Round) -> "Iterator[Message]":
+        """Carry out the calls in order and yield each result as a message, as soon as it is there.
+
+        It ends early where the user wants that, or there were enough rounds.
+        """
+        if not self.command and not now.offered:
+            for call in calls:
+                self._show(call["function"])
+            self.out.status("the model was offered no tools: the call has no result; --tools FILE offers some")
+            return
         try:
             if not (self._has_room(now) and self._may_go_on(now.number)):
-                return None
+                return
             for call in calls:
                 content = self._result(call["function"], now)
                 if content is None:
-                    return None
-                results.append({"role": "tool", "tool_call_id": call["id"], "content": content})
+                    return
+                yield {"role": "tool", "tool_call_id": call["id"], "content": content}
         except EOFError:
             self.out.status(NOT_RUN)
-            return None
-        return results
 
     def _has_room(self, now: Round) -> bool:
         if now.room < FEWEST_TOKENS:
@@ -115,8 +138,11 @@ class Tools:
                 self.out.status(NOT_RUN)
                 return False
 
-    def _result(self, function: dict[str, Any], now: Round) -> str | None:
+    def _show(self, function: dict[str, Any]) -> None:
         self.out.line(f"{function['name']}({function['arguments']})")
+
+    def _result(self, function: dict[str, Any], now: Round) -> str | None:
+        self._show(function)
         if not self.command:
             self.out.status(f"what does {function['name']} return? (Ctrl-D: nothing; the answer ends here)")
             text = self.source.read("")

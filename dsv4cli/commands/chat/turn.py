@@ -12,7 +12,7 @@ from dsv4cli.commands.chat.journal import SessionChoices
 from dsv4cli.commands.chat.partner import PartialAnswer, Partner
 from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.commands.chat.session import FileChanged, Session
-from dsv4cli.commands.chat.tools import Round
+from dsv4cli.commands.chat.tools import Round, next_round
 from dsv4cli.commands.clock import Clock
 from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.reading import Reading
@@ -62,8 +62,8 @@ class Count:
     drawn: int = 0
 
 
-# calls in, the messages with their results out; None where the user wants none of them carried out
-RunCalls = Callable[[list[dict[str, Any]], Round], "list[Message] | None"]
+# calls in, the messages with their results out, one by one; fewer where the user wants no more of them carried out
+RunCalls = Callable[[list[dict[str, Any]], Round], "Iterator[Message]"]
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Chat:
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts
-    run_calls: RunCalls = lambda calls, now: None
+    run_calls: RunCalls = lambda calls, now: iter(())
     change_model: Callable[[str], None] = lambda name: None
     think_budget: int | None = None
     on_terminal: bool = False
@@ -95,10 +95,14 @@ class Chat:
     left_out: int = 0  # messages after the system message that the context has no room for
 
     def ask(self, question: str, before: "list[Message]") -> None:
-        """A whole turn, with the calls of tools in it; without an answer the conversation is as `before`.
+        """Take a turn: ask, answer, and carry out the calls of tools in it.
 
-        Raises Dsv4Error, at once where the question is not valid Unicode or the file of the session not as it was, and
-        KeyboardInterrupt for the second Ctrl-C, after which the text so far is kept, as after AnswerLost."""
+        Without an answer the conversation is as `before`. Calls that were carried out stay in it, with their results.
+
+        Raises:
+            Dsv4Error: at once where the question is not valid Unicode, or the file of the session was changed.
+            KeyboardInterrupt: for the second Ctrl-C, after which the text so far is kept, as after AnswerLost.
+        """
         from dsv4cli.engine.text.tokenizer import check_unicode
 
         try:
@@ -107,20 +111,33 @@ class Chat:
         except UsageError:
             self.session.messages = before
             raise
-        asked = {"role": "user", "content": question}
-        self.session.messages.append(asked)
+        self.session.messages.append({"role": "user", "content": question})
+        self._take_turn(before)
+
+    def answer_again(self) -> None:
+        """Replace the answer to the results of the last calls, which are not carried out again; raises as `ask`."""
+        self.session.check_file()
+        before = list(self.session.messages)
+        self.session.take_back_answer()
+        self._take_turn(before)
+
+    def _take_turn(self, before: "list[Message]") -> None:
+        begun = list(self.session.messages)
         self.stopped = self.leaving = False
         with self._signals():
             try:
                 while self._answer():
-                    pass
+                    self.save()  # the calls are not carried out again, whatever happens
             except AnswerLost:
                 raise
             except Dsv4Error:
-                self.session.messages[:] = before
+                if all(message["role"] != "tool" for message in self.session.messages[len(begun) :]):
+                    self.session.messages[:] = before
+                if self.session.has_results():
+                    self.out.status("the calls and their results are kept; /retry asks for the answer again")
                 raise
             finally:
-                if self.session.messages[-1:] == [asked]:  # it was stopped before a word
+                if self.session.messages == begun:  # it was stopped before a word
                     self.session.messages = before
                 self.save()
         if self.leaving:
@@ -164,25 +181,21 @@ class Chat:
             raise self._lost
         if not calls or self.stopped:
             return False
+        return self._carry_out(calls)
+
+    def _carry_out(self, calls: list[dict[str, Any]]) -> bool:
+        """Add the results of calls to the session; whether each has one."""
+        before = len(self.session.messages)
         self._breakable = True
         try:
-            results = self.run_calls(calls, self._round(len(calls)))
+            for result in self.run_calls(calls, next_round(self.session, self.conversation, len(calls))):
+                self.session.messages.append(result)
         except KeyboardInterrupt:
             self.out.status("stopped: the call has no result")
             return False
         finally:
             self._breakable = False
-        self.session.messages += results or []
-        return results is not None
-
-    def _round(self, calls: int) -> Round:
-        """The round of so many calls that comes now. Results have half of the context that the question and what has
-        followed it leave, so that an answer, or another round, always fits."""
-        messages = self.session.prompt()
-        asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
-        turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
-        number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
-        return Round(number, max(self.conversation.left(turn) // 2 // calls, 0), self.conversation.most_tokens)
+        return len(self.session.messages) - before == len(calls)
 
     def _follow(self, steps: "Iterator[tuple[PartialAnswer, Pieces]]") -> PartialAnswer | None:
         """Shows an answer as it comes, to its end, until Ctrl-C or until it is lost; None where Ctrl-C came before its

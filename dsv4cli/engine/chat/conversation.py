@@ -142,8 +142,9 @@ class Conversation:
         return self.unread > 1 and on_cpu and self.offload is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
-        """How many tokens the prompt of these messages has."""
-        return len(self.dialogue.prompt(messages).ids)
+        """Return how many tokens a prompt of these messages has, or the messages, where they end with an answer."""
+        answered = bool(messages) and messages[-1]["role"] == "assistant"
+        return len((self.dialogue.transcript if answered else self.dialogue.prompt)(messages).ids)
 
     def text_ids(self, text: str) -> list[int]:
         """The tokens of a text in a message."""

@@ -8,8 +8,11 @@ import time
 import pytest
 
 from dsv4cli.commands.chat.command import carry_out
+from dsv4cli.commands.chat.journal import read_journal
 from dsv4cli.commands.chat.tools import Round, Tools
+from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.text.tokens import USER
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from dsv4cli.output import Colours, Output
 from tests.support.program import SMALL, Program, calls_block
 from tests.support.terminals import Terminal, says, speak, speaking
@@ -41,9 +44,9 @@ def tools(capsys, monkeypatch, tmp_path):
         command = [sys.executable, str(tmp_path / "call.py")] if script else []
         monkeypatch.setattr("sys.stdin.isatty", lambda: terminal, raising=False)
         one = Tools(Output(Colours()), Keys(*keys), command, seconds, **{"ask_first": False, **options})
-        results = one.run(CALLS, Round(number, room, len))
+        result = next(one.run(CALLS, Round(number, room, len)), None)
         shown = capsys.readouterr()
-        return results and results[0]["content"], shown.out, shown.err
+        return result and result["content"], shown.out, shown.err
 
     return run
 
@@ -51,7 +54,7 @@ def tools(capsys, monkeypatch, tmp_path):
 def test_arguments_that_nobody_can_parse_reach_the_command_as_text():
     deep = {"id": "1", "function": {"name": "f", "arguments": "[" * 10**5}}
     one = Tools(Output(Colours()), Keys(), ["cat"], ask_first=False)
-    [result] = one.run([deep], Round(1, 10**6, lambda text: 0)) or []
+    [result] = one.run([deep], Round(1, 10**6, lambda text: 0))
     assert result["content"].startswith('{"name": "f", "arguments": "[[[')
 
 
@@ -210,3 +213,98 @@ def test_on_a_terminal(tmp_path):
     one.until("ended with 1", "\ufffd]0;title\ufffdbad", "It is so.", ">")
     one.type("\x04")
     assert one.leave() == 0
+
+
+def journaled(tmp_path):
+    """The messages of the only journal, in short: roles, and the names of calls."""
+    [path] = (tmp_path / "dsv4" / "sessions").glob("*.jsonl")
+    return shortly(read_journal(path).messages)
+
+
+def shortly(messages):
+    return [one["role"] + "()" * len(one.get("tool_calls", ())) for one in messages]
+
+
+@pytest.fixture
+def carrying(monkeypatch, capsys, tmp_path):
+    """A chat whose calls are carried out by a command that notes each of them; how many there were."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "call.py").write_text(f"print('ok'); open({str(tmp_path / 'carried')!r}, 'a').write('x')")
+    options = ("--tool-exec", f"{sys.executable} {tmp_path}/call.py", "--yes", "--session", str(tmp_path / "talk.json"))
+
+    def chat(*answers, fails, stdin):
+        dsv4 = Program(monkeypatch, capsys)
+        speak(monkeypatch, says(*answers))
+        reply, asked = Conversation.reply, []
+
+        def failing(self, messages, sampling, **given):
+            asked.append(messages)
+            if len(asked) in fails:
+                raise fails[len(asked)]
+            return reply(self, messages, sampling, **given)
+
+        monkeypatch.setattr(Conversation, "reply", failing)
+        done = dsv4("chat", "--model", SMALL, *options, stdin=stdin)
+        return done, len((tmp_path / "carried").read_text()), asked
+
+    return chat
+
+
+ERRORS = [NotEnoughMemory("none is left", "ask for less"), UnsoundResult("not a number", "report it")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_calls_that_were_carried_out_stay_when_the_next_answer_fails(carrying, tmp_path, error):
+    done, carried, _ = carrying(CALL, CALL, "Well.", fails={3: error}, stdin=b"weather?\n")
+    kept = ["user", *(["assistant()", "tool"] * 2)]
+    assert (done.code, carried, journaled(tmp_path)) == (error.exit_code, 2, kept)
+    assert shortly(json.loads((tmp_path / "talk.json").read_text())["messages"]) == kept
+    assert "the calls and their results are kept; /retry asks for the answer again" in done.err
+
+
+def test_a_retry_carries_no_call_out_again(carrying, tmp_path):
+    done, carried, asked = carrying(
+        CALL, "One.", "Two.", fails={2: ERRORS[0], 4: ERRORS[0]}, stdin=b"a?\n/retry\n/retry\n/retry\n"
+    )
+    assert (done.out, carried) == ('weather({"city": "Paris"})\nOne.\nTwo.\n', 1)
+    assert journaled(tmp_path) == ["user", "assistant()", "tool", "assistant"]
+    assert [shortly(one)[-1] for one in asked] == [
+        "user",
+        *["tool"] * 4,
+    ]  # the fourth failed: the answer before it stayed
+    done, carried, asked = carrying("Three.", fails={}, stdin=b"b?\n/retry\n")
+    assert shortly(asked[-1]) == ["user", "assistant()", "tool", "assistant", "user"]
+
+
+def test_an_error_before_any_call_leaves_the_session_as_it_was(carrying, tmp_path):
+    (tmp_path / "carried").touch()
+    _, carried, _ = carrying("One.", fails={2: ERRORS[0]}, stdin=b"a?\nb?\n")
+    assert (carried, journaled(tmp_path)) == (0, ["user", "assistant"])
+
+
+def test_results_that_are_there_stay_when_the_user_wants_no_more(capsys):
+    one = Tools(Output(Colours()), Keys("y", "n"), ["cat"], ask_first=True)
+    [result] = one.run(CALLS * 2, Round(1, 10**6, len))
+    assert '"weather"' in result["content"]
+
+
+def test_the_journal_has_each_round_before_the_next_answer(carrying, tmp_path):
+    seen = []
+
+    class Watching(dict):
+        def __contains__(self, number):
+            seen.append(journaled(tmp_path) if number > 1 else [])
+            return False
+
+    carrying(CALL, CALL, "Well.", fails=Watching(), stdin=b"a?\n")
+    assert seen == [[], ["user", "assistant()", "tool"], ["user", *(["assistant()", "tool"] * 2)]]
+
+
+def test_a_call_that_the_model_invents_takes_no_line_for_its_result(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    dsv4 = Program(monkeypatch, capsys)
+    speak(monkeypatch, says(CALL, "Blue."))
+    done = dsv4("chat", "--model", SMALL, stdin=b"weather?\nand the sky?\n")
+    assert (done.code, done.out) == (0, 'weather({"city": "Paris"})\nBlue.\n')
+    assert journaled(tmp_path) == ["user", "assistant()", "user", "assistant"]
+    assert "the model was offered no tools: the call has no result; --tools FILE offers some" in done.err

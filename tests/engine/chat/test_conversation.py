@@ -119,7 +119,7 @@ LONG = [SYSTEM, user("What is it? " * 4)]
 
 
 def size(*messages, think="off"):
-    return len(dialogue(think).prompt(list(messages)).ids)
+    return len(dialogue(think).transcript(list(messages)).ids)
 
 
 def test_turns_prefill_only_what_is_new(decoder):
