@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from dsv4cli.commands.job import Job
-from dsv4cli.commands.terminal import terminal_as_it_was
+from dsv4cli.commands.terminal import leave_pastes, terminal_as_it_was
 from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
 
@@ -76,6 +76,7 @@ def _report_lost_rank(out: Output) -> Callable[[RankLost], None]:
 
     def report(error: RankLost) -> None:
         restore()
+        leave_pastes()
         out.new_line()
         out.error(error)
 
@@ -88,6 +89,7 @@ def left_by(out: Output) -> Callable[[int], None]:
 
     def leave(number: int) -> None:
         restore()
+        leave_pastes()
         if number == signal.SIGINT:
             out.new_line()
 

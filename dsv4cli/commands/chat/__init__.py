@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -22,7 +23,7 @@ from dsv4cli.commands.chat.tools import Tools, split_command
 from dsv4cli.commands.chat.turn import Chat, Interrupts
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.terminal import keys_wait
+from dsv4cli.commands.terminal import keys_wait, pastes_marked
 from dsv4cli.environment import Environment
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, takes_model_options
@@ -116,6 +117,8 @@ def chat(
     --continue continues the session.
     """
     environment: Environment = context.obj
+    if _edits(environment.term):
+        context.with_resource(pastes_marked())
     # on a terminal what slash commands say is an answer, which --quiet does not silence
     out = Output(environment.colours, quiet=quiet and not _on_terminal())
     loading, state = Output(environment.colours, quiet=quiet), state_folder(environment.state_home)
@@ -124,15 +127,17 @@ def chat(
     given = given_choices(context, choices)
     if "model" in given and url is None:
         given["url"] = None  # a model of this machine, also where the session had a server
-    begun = begin_session(out, Beginning(state / "sessions", go_on, resume, session, sessions), system, tools, given)
+    beginning = Beginning(state / "sessions", go_on, resume, session, sessions)
     models: Models | ServerModels
-    if begun.choices.url is None:
-        check_no_key(api_key_file)
-        models = _local(loading, begun, "model" in given, options, tp or 1)
-    else:
-        check_options(context)
-        asked = OnCommandLine("model" in given, "url" in given)
-        models = ServerModels(loading, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
+    with keys_wait():
+        begun = begin_session(out, beginning, system, tools, given)
+        if begun.choices.url is None:
+            check_no_key(api_key_file)
+            models = _local(loading, begun, "model" in given, options, tp or 1)
+        else:
+            check_options(context)
+            asked = OnCommandLine("model" in given, "url" in given)
+            models = ServerModels(loading, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
     display = Display(check_budget(think_budget), show_thinking, not no_markdown, environment.term, question)
     calls = _calls(tool_exec, tool_timeout, yes, max_rounds)
     _start(out, models, begun, display, calls, _history(state, no_history))
@@ -140,6 +145,11 @@ def chat(
 
 def _on_terminal() -> bool:
     return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _edits(term: str) -> bool:
+    """Whether messages come from prompt_toolkit's editor; it is not imported for that."""
+    return _on_terminal() and term != "dumb" and find_spec("prompt_toolkit") is not None
 
 
 def _history(state: Path, none: bool) -> Path | None:
@@ -219,7 +229,7 @@ def _start(
             chat.copies = terminal and display.term != "dumb"
             chat.change_model = partial(models.change, chat)
             source = _input(chat, display.term, history)
-            chat.edits = source.edits
+            chat.edits, chat.collect_keys = source.edits, source.collect
             chat.run_calls = Tools(out, source, *calls).run
             greet(chat)
         converse(chat, source, display.question)
@@ -243,11 +253,11 @@ def _input(chat: Chat, term: str, history: Path | None) -> Input:
         return Lines()
     if not chat.on_terminal or term == "dumb":
         return Plain(chat.out)
-    try:
-        from dsv4cli.commands.chat.editor import Editor
-    except ImportError:
+    if not _edits(term):
         chat.out.hint("pip install prompt_toolkit gives this prompt a history and an editor")
         return _readline(chat.out)
+    from dsv4cli.commands.chat.editor import Editor
+
     return Editor(history, helps(), chat.interrupts)
 
 

@@ -11,10 +11,12 @@ from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from dsv4cli.commands.chat.input import MORE, PROMPT, open_quotes, unquoted
 from dsv4cli.commands.chat.turn import Interrupts
+from dsv4cli.commands.terminal import drop_typed_ahead, in_foreground, mark_pastes
 
 
 class Editor:
@@ -43,7 +45,21 @@ class Editor:
     def read(self, draft: str) -> str:
         """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
         self._draft = draft
-        return unquoted(self._session.prompt(default=draft))
+        try:
+            return unquoted(self._session.prompt(default=draft))
+        finally:
+            mark_pastes()  # the editor has turned them off
+
+    def collect(self) -> None:
+        """Take what is typed meanwhile out of the terminal's buffer: a full one lets no Ctrl-C through."""
+        source = self._session.app.input
+        while in_foreground() and (keys := source.read_keys()):
+            store_typeahead(source, keys)
+
+    def drop(self) -> None:
+        """Drop what was typed ahead, the keys behind the last message too."""
+        clear_typeahead(self._session.app.input)
+        drop_typed_ahead()
 
     def _clears(self, text: str) -> bool:
         """Whether Ctrl-C only clears the line: not a draft, which it gives up, and not the second time."""

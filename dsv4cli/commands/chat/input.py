@@ -8,6 +8,7 @@ second thread writes between the words of an answer.
 import sys
 from typing import Protocol
 
+from dsv4cli.commands.terminal import drop_typed_ahead
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 
@@ -30,6 +31,12 @@ class Input(Protocol):
         """The next message, begun with `draft`, which Ctrl-C gives up. Raises EOFError at the end, KeyboardInterrupt
         for Ctrl-C, InputLost, and UsageError for what is not in the encoding that is read."""
 
+    def collect(self) -> None:
+        """Take what is typed meanwhile out of the terminal's buffer: a full one lets no Ctrl-C through."""
+
+    def drop(self) -> None:
+        """Drop what was typed ahead on a terminal."""
+
 
 class Lines:
     """Messages of a pipe or a file: one a line."""
@@ -47,6 +54,12 @@ class Lines:
         if not line:
             raise EOFError
         return decoded(line, "stdin").removesuffix("\n").removesuffix("\r")
+
+    def collect(self) -> None:
+        """Leave the lines in their pipe."""
+
+    def drop(self) -> None:
+        """Keep the lines of a pipe: nobody has typed them ahead."""
 
 
 class Plain:
@@ -70,6 +83,13 @@ class Plain:
         except UnicodeDecodeError as error:
             raise UsageError(f"what was typed is not {error.encoding}", "set the terminal to this encoding") from None
         return unquoted(text)
+
+    def collect(self) -> None:
+        """Leave the lines in the terminal, whose buffer has room for 4 KiB."""
+
+    def drop(self) -> None:
+        """Drop the lines that wait in the terminal."""
+        drop_typed_ahead()
 
     def _line(self, prompt: str, draft: str) -> str:
         if sys.stdout.isatty():

@@ -16,7 +16,7 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
     """
     code, asked = 0, question
     while question is None or asked is not None or chat.on_terminal:
-        draft, chat.draft = chat.draft, None
+        draft, chat.draft, chat.stopped = chat.draft, None, False
         try:
             line, asked = (source.read(draft or "") if asked is None else asked), None
             _take(chat, line, edited=draft is not None)
@@ -34,10 +34,17 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
                 raise
             kept = "nothing was changed; " if draft is not None else ""
             chat.out.status(f"{kept}Ctrl-C again, or Ctrl-D, quits")
-        if chat.stopped and not chat.on_terminal:
-            raise typer.Exit(130)
+        if chat.stopped:
+            _stop(chat, source)
     if code and not chat.on_terminal:
         raise typer.Exit(code)
+
+
+def _stop(chat: Chat, source: Input) -> None:
+    """What follows Ctrl-C in a turn: what was typed or pasted meanwhile is not asked in its place."""
+    if not chat.on_terminal:
+        raise typer.Exit(130)
+    source.drop()
 
 
 def greet(chat: Chat) -> None:

@@ -78,6 +78,7 @@ class Chat:
     interrupts: Interrupts
     run_calls: RunCalls = lambda calls, now: iter(())
     change_model: Callable[[str], None] = lambda name: None
+    collect_keys: Callable[[], None] = lambda: None
     think_budget: int | None = None
     on_terminal: bool = False
     edits: bool = False  # the input takes up a draft
@@ -198,8 +199,7 @@ class Chat:
         return len(self.session.messages) - before == len(calls)
 
     def _follow(self, steps: "Iterator[tuple[PartialAnswer, Pieces]]") -> PartialAnswer | None:
-        """Shows an answer as it comes, to its end, until Ctrl-C or until it is lost; None where Ctrl-C came before its
-        first token."""
+        """Show an answer until it ends, is lost or Ctrl-C comes. Return None where that was before the first token."""
         renderer = Renderer(self.out, self.markdown, self.show_thinking, tokens=self.session.choices.url is None)
         self.last = clock = Clock()
         clock.start = perf_counter()
@@ -209,6 +209,7 @@ class Chat:
         try:
             with keys_wait():
                 for answer, pieces in steps:
+                    self.collect_keys()
                     # a step with a token is short; one of the prompt may take minutes
                     self._breakable = self.conversation.breakable
                     if self.on_terminal:
@@ -230,8 +231,7 @@ class Chat:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Ctrl-C ends an answer before its next step and keeps it; the second one also leaves. Calls it ends at once,
-        and the reading of a prompt where that is breakable. What is being saved is saved."""
+        """Have Ctrl-C end an answer before its next step, or a call or a breakable prefill at once; twice it leaves."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.leaving = self.interrupts.again()

@@ -2,9 +2,11 @@
 
 import json
 import os
+import select
 import shutil
 import stat
 import sys
+import threading
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
@@ -12,6 +14,7 @@ from prompt_toolkit.document import Document
 
 from dsv4cli.commands.chat import turn
 from dsv4cli.commands.chat.editor import SlashCompleter
+from dsv4cli.commands.chat.model import Models
 from tests.support.program import SMALL
 from tests.support.terminals import Terminal, says, speaking
 
@@ -23,14 +26,17 @@ def terminal(tmp_path):
     """A chat in a terminal, with a state folder of its own."""
     running = []
 
-    def start(*options, answers=("Yes.",), pause=0.0, reading=0.0, twice=0.0, change=lambda patch: None, **more):
+    def start(
+        *options, answers=("Yes.",), pause=0.0, reading=0.0, twice=0.0, change=lambda patch: None, ready=True, **more
+    ):
         def prepare(patch):
             speaking(says(*answers, pause=pause), reading, twice)(patch)
             change(patch)
 
         one = Terminal(*CHAT, *options, prepare=prepare, XDG_STATE_HOME=str(tmp_path), **more)
         running.append(one)
-        one.until("Ctrl-D quits\n", ">")
+        if ready:
+            one.until("Ctrl-D quits\n", ">")
         return one
 
     yield start
@@ -289,3 +295,64 @@ def test_a_kill_loses_nothing_that_was_finished(terminal, tmp_path):
     again.type("\x04")
     assert again.leave() == 0
     assert kept(tmp_path) == ["one", "Yes."]
+
+
+PASTED = "".join(
+    f"line {number} of a long text that was pasted\r" for number in range(60)
+)  # fits the terminal's buffer
+
+
+def test_a_paste_while_the_model_loads_is_one_message(terminal, tmp_path):
+    """The terminal marks a paste from the first moment on, and the editor finds the marks."""
+
+    def wait_for_paste(patch):
+        opened = Models.open
+
+        def open_later(self):
+            os.write(2, b"[loading]")
+            while not select.select([0], [], [], 1)[0]:
+                pass
+            return opened(self)
+
+        patch.setattr(Models, "open", open_later)
+
+    one = terminal(change=wait_for_paste, ready=False)
+    one.until("[loading]")
+    assert one.shown.index("\x1b[?2004h") < one.shown.index("[loading]")
+    one.type(f"\x1b[200~{PASTED}\x1b[201~\r")
+    one.until(f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert one.shown.rstrip().endswith("\x1b[?2004l")
+    assert kept(tmp_path)[::2] == [PASTED.replace("\r", "\n")]
+
+
+def test_a_paste_while_an_answer_comes_is_one_message(terminal, tmp_path):
+    one = terminal("--no-markdown", answers=("word " * 8,), pause=0.005)
+    one.type("go\r")
+    one.until("word")
+    assert one.shown.rindex("\x1b[?2004h") > one.shown.rindex("\x1b[?2004l")
+    one.type(f"\x1b[200~{PASTED}\x1b[201~\r")
+    one.until(f"{SMALL} · ", f"{SMALL} · ", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[::2] == ["go", PASTED.replace("\r", "\n")]
+
+
+@pytest.mark.parametrize(("term", "lines"), [("xterm", 300), ("dumb", 20)])
+def test_ctrl_c_drops_what_was_typed_ahead(terminal, tmp_path, term, lines):
+    """Lines that a terminal without marks has pasted, more than its buffer holds: the first is asked."""
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01, TERM=term)
+    typing = threading.Thread(target=one.type, args=("".join(f"line {n} of a long text\r" for n in range(lines)),))
+    typing.start()
+    one.until("word word")
+    typing.join()
+    one.type("\x03")
+    one.until("stopped", ">")
+    one.type("last\r")
+    one.until("word word")
+    one.type("\x03")
+    one.until("stopped", ">")
+    one.type("\x04")
+    assert one.leave() == 0
+    assert kept(tmp_path)[::2] == ["line 0 of a long text", "last"]
