@@ -53,9 +53,9 @@ class Says:
 class ChatServer:
     """Answers are taken from `script`, one a question, the last one again and again. bodies: what was asked, as JSON.
 
-    key: what it wants as an API key. counts: it has /tokenize, for which a byte is a token; counted: how often it was
-    asked. answered: an answer was sent to its end. ended: the other side has closed a connection in an answer. stopped:
-    nothing is answered any more.
+    key: what it wants as an API key. count_after: /tokenize answers once it is set. counts: it has /tokenize, for
+    which a byte is a token; counted: how often it was asked. answered: an answer was sent to its end. ended: the
+    other side has closed a connection in an answer. stopped: nothing is answered any more.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,8 @@ class ChatServer:
         self.models: list[dict[str, Any]] = [{"id": MODEL, "max_model_len": CONTEXT}]
         self.key = ""
         self.counts, self.counted = True, 0
+        self.count_after = threading.Event()
+        self.count_after.set()
         self.answered, self.ended = threading.Event(), threading.Event()
         self.stopped = False
         server = self
@@ -98,6 +100,7 @@ class ChatServer:
     def stop(self) -> None:
         """Nobody listens any more, nor on a connection that a browser has opened ahead; harmless the second time."""
         self.stopped = True
+        self.count_after.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -118,6 +121,7 @@ class ChatServer:
             return
         if handler.path == "/tokenize":
             self.counted += 1
+            self.count_after.wait()
             self._tokenize(handler, body)
             return
         assert handler.path == "/v1/chat/completions"

@@ -62,7 +62,9 @@ class ServerModels:
         from dsv4cli.engine.chat.remote import RemoteConversation
 
         try:
-            conversation = RemoteConversation(self._client, self.name, self._options.think, self._limits)
+            conversation = RemoteConversation(
+                self._client, self.name, self._options.think, self._limits, self._out.warning
+            )
         except ServerError as error:
             if not self._asked.url:
                 error.remedy += "; --model NAME continues with a model of this machine"

@@ -10,11 +10,14 @@ from urllib.parse import urlsplit
 
 from dsv4cli.errors import ServerError, UsageError
 
-# seconds for a connection to be there, and for a document that takes no work; an answer may take any time
-LONGEST_WAIT = 10
+LONGEST_WAIT = 10  # seconds to connect, and between two parts of a document; a stream may take any time
 # bytes of a document, or of a line of a stream
 LONGEST = 1 << 24
 DATA, DONE = b"data:", b"[DONE]"
+
+
+class NoAnswer(ServerError):
+    """A server does not answer in time."""
 
 
 class StreamEnded(Exception):
@@ -35,13 +38,13 @@ class ApiClient:
         self._socket: socket.socket | None = None  # of the last request
 
     def get(self, path: str) -> dict[str, Any]:
-        """A document. Raises ServerError."""
-        with self._response("GET", path) as response:
+        """Return a document. Raises ServerError."""
+        with self._response("GET", path, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The document that is the answer to one. Raises ServerError."""
-        with self._response("POST", path, body) as response:
+        """Send a document and return the one that answers it. Raises ServerError."""
+        with self._response("POST", path, body, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -63,16 +66,19 @@ class ApiClient:
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
-    def _response(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+    def _response(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, wait: float | None = None
+    ) -> Iterator[HTTPResponse]:
+        """Send a request. wait: the most seconds without a part of the answer, None for any time."""
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=LONGEST_WAIT)
-        with closing(connection), closing(self._answered(connection, method, path, body)) as response:
+        with closing(connection), closing(self._answered(connection, method, path, body, wait)) as response:
             if response.status != 200:
                 raise self._refusal(response, path)
             yield response
 
     def _answered(
-        self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
+        self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None, wait: float | None
     ) -> HTTPResponse:
         headers = {"Accept": "application/json, text/event-stream"}
         if self._key:
@@ -83,7 +89,7 @@ class ApiClient:
             content = json.dumps(body).encode()
         try:
             connection.connect()
-            connection.sock.settimeout(LONGEST_WAIT if body is None else None)
+            connection.sock.settimeout(wait)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has gone is noticed
             self._socket = connection.sock
             connection.request(method, f"{self._parts.path}{path}", content, headers)
@@ -120,9 +126,8 @@ class ApiClient:
 
     def _unreachable(self, error: Exception) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        return ServerError(
-            f"no server answers at {self.url}: {reason}", "start one with dsv4 serve, or correct the address"
-        )
+        kind = NoAnswer if isinstance(error, TimeoutError) else ServerError
+        return kind(f"no server answers at {self.url}: {reason}", "start one with dsv4 serve, or correct the address")
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:
         status, said = response.status, _message(response) or response.reason

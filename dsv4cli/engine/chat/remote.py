@@ -1,15 +1,16 @@
 """A conversation with a model that a server runs: the same questions, answered over OpenAI's API; no torch."""
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from dsv4cli.engine.chat.answer import FinishReason, Pieces
-from dsv4cli.engine.chat.api_client import ApiClient, StreamEnded
+from dsv4cli.engine.chat import api_client
+from dsv4cli.engine.chat.answer import Pieces
+from dsv4cli.engine.chat.api_client import ApiClient, NoAnswer, StreamEnded
 from dsv4cli.engine.chat.dropping import answer_room, messages_to_drop
-from dsv4cli.engine.chat.thinking import Closed
+from dsv4cli.engine.chat.remote_answer import RemoteAnswer
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.prompt import Message, without_tools
 from dsv4cli.errors import AnswerLost, ServerError, UsageError
@@ -39,69 +40,6 @@ class RemoteSampling(Sampling):
         return RemoteSampling(both.temperature, both.top_p, both.seed, given=given)
 
 
-@dataclass
-class RemoteAnswer:
-    """An answer as its events come. drawn: its tokens, once the server has counted them, and its pieces until then.
-
-    thoughts: how many pieces have reasoning.
-    """
-
-    finish: FinishReason | None = None
-    drawn: int = 0
-    thoughts: int = 0
-    prompt_tokens: int = 0
-    cached: int = 0
-    closed: Closed = ""
-    prepared: bool = False
-    _content: str = ""
-    _reasoning: str = ""
-    _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def push(self, event: dict[str, Any]) -> Pieces:
-        """Takes an event; what it adds. Raises TypeError, ValueError, LookupError or AttributeError for another
-        format."""
-        pieces: Pieces = []
-        for choice in (event.get("choices") or [])[:1]:
-            delta = choice.get("delta") or {}
-            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            content = delta.get("content") or ""
-            self._reasoning += reasoning
-            self._content += content
-            called = "".join(self._call(one) for one in delta.get("tool_calls") or ())
-            pieces = [("reasoning", reasoning), ("content", content), ("calls", called)]
-            self.drawn += bool(reasoning or content or called)
-            self.thoughts += bool(reasoning)
-            finish = choice.get("finish_reason")
-            if finish is not None:
-                self.finish = finish if finish in ("length", "tool_calls") else "stop"
-                self.drawn = max(self.drawn, 1)  # its end is a token
-        self._count(event.get("usage"))
-        return [(kind, text) for kind, text in pieces if text]
-
-    def message(self) -> tuple[Message, list[str]]:
-        """The answer as a message; calls are in it where it has ended, for half of one is none."""
-        calls = [_sound_call(self._calls[index]) for index in sorted(self._calls)] if self.finish else []
-        content, reasoning = _sound(self._content), _sound(self._reasoning)
-        return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
-
-    def _call(self, delta: dict[str, Any]) -> str:
-        index = int(delta.get("index") or 0)
-        call = self._calls.setdefault(index, {"type": "function", "function": {"name": "", "arguments": ""}})
-        if delta.get("id"):
-            call["id"] = str(delta["id"])
-        function = delta.get("function") or {}
-        name, arguments = function.get("name") or "", function.get("arguments") or ""
-        call["function"]["name"] += name
-        call["function"]["arguments"] += arguments
-        return f"{name}{arguments}"
-
-    def _count(self, usage: dict[str, Any] | None) -> None:
-        if usage:
-            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-            self.drawn = int(usage.get("completion_tokens") or self.drawn)
-            self.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-
-
 Reply = Generator[tuple[RemoteAnswer, Pieces], None, None]
 
 
@@ -115,10 +53,24 @@ class RemoteConversation:
     drafts = all_drafts = offload = None  # a server says nothing of them
     unread = 0
 
-    def __init__(self, client: ApiClient, model: str, level: str, limits: Limits) -> None:
-        """model: which is to answer; the first of the server's where it has none of this name. Raises ServerError, and
-        UsageError for a level that there is not."""
-        self.client, self.limits = client, limits
+    def __init__(
+        self, client: ApiClient, model: str, level: str, limits: Limits, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Ask the server for its models.
+
+        Args:
+            client: of the server.
+            model: which is to answer; the server's first where it has none of this name.
+            level: how hard to reason.
+            limits: of an answer.
+            warn: called once where the server does not count tokens in time.
+
+        Raises:
+            ServerError: where it does not answer.
+            UsageError: for a level that there is not.
+        """
+        self.client, self.limits, self._warn = client, limits, warn
+        self._silent: NoAnswer | None = None  # it has not counted tokens in time, and is not asked again
         self.lookalikes: list[str] = []
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.breakable = False
@@ -233,7 +185,15 @@ class RemoteConversation:
         return {"model": self.model, "messages": plain} | ({"tools": tools} if tools else {}) | thinks
 
     def _tokenized(self, body: dict[str, Any], name: str) -> object:
-        return self.client.post(TOKENIZE, body).get(name)
+        if self._silent is not None:
+            raise self._silent
+        try:
+            return self.client.post(TOKENIZE, body).get(name)
+        except NoAnswer as error:
+            self._silent = error
+            what = f"{self.client.url} has not answered {TOKENIZE} within {api_client.LONGEST_WAIT:g} s"
+            self._warn(f"{what}: tokens are not counted, and no message is left out of a prompt")
+            raise
 
     def _most_tokens(self, messages: Sequence[Message]) -> int:
         return BESIDE + self.most_tokens(json.dumps(messages, ensure_ascii=False))
@@ -276,16 +236,6 @@ class RemoteConversation:
         if not answer.drawn:
             return ServerError(f"{self.client.url}: {reason}", "ask again; its own log may say why")
         return AnswerLost(f"{reason}: what came is kept", "/retry asks again")
-
-
-def _sound(text: str) -> str:
-    """The text with the halves of characters joined that came apart, and without those that have no other."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _sound_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {name: _sound(text) for name, text in call["function"].items()}
-    return {name: function if name == "function" else _sound(text) for name, text in call.items()}
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:

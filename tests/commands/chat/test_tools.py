@@ -288,6 +288,23 @@ def test_results_that_are_there_stay_when_the_user_wants_no_more(capsys):
     assert '"weather"' in result["content"]
 
 
+def test_ctrl_c_in_a_call_keeps_the_results_before_it(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    (tmp_path / "call.py").write_text(
+        "import os, signal, sys, time\n"
+        "if 'Rome' in input():\n    os.kill(os.getppid(), signal.SIGINT)\n    time.sleep(60)\n"
+        "print('ok')"
+    )
+    calls = [
+        {"type": "function", "function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'}}
+        for city in ("Paris", "Rome")
+    ]
+    speak(monkeypatch, says(calls_block(calls)))
+    options = ("--tool-exec", f"{sys.executable} {tmp_path}/call.py", "--yes")
+    done = Program(monkeypatch, capsys)("chat", "--model", SMALL, *options, stdin=b"weather?\n")
+    assert (done.code, journaled(tmp_path)) == (130, ["user", "assistant()()", "tool"])
+
+
 def test_the_journal_has_each_round_before_the_next_answer(carrying, tmp_path):
     seen = []
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from dsv4cli.commands.chat import turn
+from dsv4cli.engine.chat import api_client
 from tests.commands.chat.test_chat import assistant, conversation, dsv4, user
 from tests.support.chat_server import CONTEXT, MODEL, ChatServer, Says
 from tests.support.program import ROOT, SMALL
@@ -111,6 +112,18 @@ def test_calls_are_carried_out_and_their_results_go_back(chat, server, tmp_path,
         {"type": "function", "id": "c0", "function": {"name": "add", "arguments": '{"a": 2}'}}
     ]
     assert result == {"role": "tool", "tool_call_id": "c0", "content": "4"}
+
+
+def test_a_call_that_was_carried_out_stays_where_the_server_is_busy_then(chat, server, tmp_path):
+    server.script = [Says(calls=[{"name": "add", "arguments": "{}"}]), Says(status=503, message="full"), Says(["4."])]
+    (tmp_path / "call.py").write_text(f"open({str(tmp_path / 'carried')!r}, 'a').write('x')")
+    talk = tmp_path / "talk.json"
+    options = ("--tool-exec", f"{sys.executable} {tmp_path}/call.py", "--yes", "--session", str(talk))
+    done = chat("Twice 2?", options=options)
+    assert (done.code, "/retry asks for the answer again" in done.err) == (6, True)
+    assert [one["role"] for one in conversation(talk)] == ["user", "assistant", "tool"]
+    assert chat("/retry", options=options).out == "4.\n"
+    assert (tmp_path / "carried").read_text() == "x"
 
 
 REFUSALS = (
@@ -237,6 +250,16 @@ def test_commands_that_tell(chat):
     assert "5  in all" in done.out
     assert "5 of 4,096 tokens used, 4,091 left" in done.out
     assert "tokens read                     20" in done.out
+
+
+def test_a_server_that_never_counts_is_asked_once_and_a_line_says_so(chat, server, monkeypatch):
+    monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
+    server.count_after.clear()
+    done = chat("x" * CONTEXT, "y", "/context")
+    assert (done.out, server.counted) == ("Yes.\nYes.\n", 1)
+    words = f"warning: {server.url} has not answered /tokenize within 0.1 s: tokens are not counted"
+    assert done.err.count(words) == 1
+    assert len(server.bodies) == 2
 
 
 def test_a_server_that_counts_nothing(chat, server):

@@ -1,0 +1,81 @@
+"""An answer that a server streams over OpenAI's API, as its events come; no torch."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsv4cli.engine.chat.answer import FinishReason, Pieces
+from dsv4cli.engine.chat.thinking import Closed
+from dsv4cli.engine.text.prompt import Message
+
+
+@dataclass
+class RemoteAnswer:
+    """An answer as its events come. drawn: its tokens, once the server has counted them, and its pieces until then.
+
+    thoughts: how many pieces have reasoning.
+    """
+
+    finish: FinishReason | None = None
+    drawn: int = 0
+    thoughts: int = 0
+    prompt_tokens: int = 0
+    cached: int = 0
+    closed: Closed = ""
+    prepared: bool = False
+    _content: str = ""
+    _reasoning: str = ""
+    _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def push(self, event: dict[str, Any]) -> Pieces:
+        """Takes an event; what it adds. Raises TypeError, ValueError, LookupError or AttributeError for another
+        format."""
+        pieces: Pieces = []
+        for choice in (event.get("choices") or [])[:1]:
+            delta = choice.get("delta") or {}
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+            content = delta.get("content") or ""
+            self._reasoning += reasoning
+            self._content += content
+            called = "".join(self._call(one) for one in delta.get("tool_calls") or ())
+            pieces = [("reasoning", reasoning), ("content", content), ("calls", called)]
+            self.drawn += bool(reasoning or content or called)
+            self.thoughts += bool(reasoning)
+            finish = choice.get("finish_reason")
+            if finish is not None:
+                self.finish = finish if finish in ("length", "tool_calls") else "stop"
+                self.drawn = max(self.drawn, 1)  # its end is a token
+        self._count(event.get("usage"))
+        return [(kind, text) for kind, text in pieces if text]
+
+    def message(self) -> tuple[Message, list[str]]:
+        """The answer as a message; calls are in it where it has ended, for half of one is none."""
+        calls = [_sound_call(self._calls[index]) for index in sorted(self._calls)] if self.finish else []
+        content, reasoning = _sound(self._content), _sound(self._reasoning)
+        return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
+
+    def _call(self, delta: dict[str, Any]) -> str:
+        index = int(delta.get("index") or 0)
+        call = self._calls.setdefault(index, {"type": "function", "function": {"name": "", "arguments": ""}})
+        if delta.get("id"):
+            call["id"] = str(delta["id"])
+        function = delta.get("function") or {}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        call["function"]["name"] += name
+        call["function"]["arguments"] += arguments
+        return f"{name}{arguments}"
+
+    def _count(self, usage: dict[str, Any] | None) -> None:
+        if usage:
+            self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+            self.drawn = int(usage.get("completion_tokens") or self.drawn)
+            self.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+
+def _sound(text: str) -> str:
+    """The text with the halves of characters joined that came apart, and without those that have no other."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _sound_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {name: _sound(text) for name, text in call["function"].items()}
+    return {name: function if name == "function" else _sound(text) for name, text in call.items()}
