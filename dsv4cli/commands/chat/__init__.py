@@ -127,17 +127,11 @@ def chat(
     given = given_choices(context, choices)
     if "model" in given and url is None:
         given["url"] = None  # a model of this machine, also where the session had a server
-    beginning = Beginning(state / "sessions", go_on, resume, session, sessions)
-    models: Models | ServerModels
     with keys_wait():
+        beginning = Beginning(state / "sessions", go_on, resume, session, sessions)
         begun = begin_session(out, beginning, system, tools, given)
-        if begun.choices.url is None:
-            check_no_key(api_key_file)
-            models = _local(loading, begun, "model" in given, options, tp or 1)
-        else:
-            check_options(context)
-            asked = OnCommandLine("model" in given, "url" in given)
-            models = ServerModels(loading, begun.choices.url, read_key(api_key_file), _led(options, begun), asked)
+        named = OnCommandLine("model" in given, "url" in given)
+        models = _models(context, loading, begun, named, options, api_key_file, tp or 1)
     display = Display(check_budget(think_budget), show_thinking, not no_markdown, environment.term, question)
     calls = _calls(tool_exec, tool_timeout, yes, max_rounds)
     _start(out, models, begun, display, calls, _history(state, no_history))
@@ -164,6 +158,23 @@ def _check(device: str, torchrun: bool, question: str | None) -> None:
         raise UsageError("chat starts its ranks itself, on one machine", "leave out torchrun and give --tp")
     if question is not None and not question.strip():
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
+
+
+def _models(
+    context: typer.Context,
+    out: Output,
+    session: Session,
+    named: OnCommandLine,
+    options: ModelOptions,
+    key_file: Path | None,
+    ranks: int,
+) -> Models | ServerModels:
+    """The models that may answer: of a server, where the session has one, or of this machine. Raises Dsv4Error."""
+    if session.choices.url is None:
+        check_no_key(key_file)
+        return _local(out, session, named.model, options, ranks)
+    check_options(context)
+    return ServerModels(out, session.choices.url, read_key(key_file), _led(options, session), named)
 
 
 def _local(out: Output, session: Session, named: bool, options: ModelOptions, ranks: int) -> Models:
