@@ -1,1 +1,1 @@
-"""Rewrites a checkpoint in another layout: what is selected, what is written beside the weights, and how."""
+"""Rewrites a checkpoint in another layout or precision."""

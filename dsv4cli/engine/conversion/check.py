@@ -1,4 +1,4 @@
-"""A finished output looked at again: its files against their hashes, its values against their source."""
+"""Checks a finished output: its files against their hashes, its values against their source."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,12 @@ from dsv4cli.harmless import shell_word
 
 @dataclass(frozen=True)
 class Checked:
-    """What a look at an output has found. files, nbytes: hashed. missing, changed: paths below the folder."""
+    """The result of checking an output.
+
+    Attributes:
+        files, nbytes: what was hashed.
+        missing, changed: paths relative to the folder.
+    """
 
     files: int
     nbytes: int
@@ -24,14 +29,14 @@ class Checked:
 
     @property
     def sound(self) -> bool:
-        """Whether nothing is wrong with it."""
+        """Whether nothing is wrong with the output."""
         return not (self.missing or self.changed or (self.found and self.found.wrong))
 
 
 def check(output: Path, against: Against | None, workers: int, progress: Progress | None = None) -> Checked:
-    """Compares the files of an output with its hashes, then its values with a source, if one is given.
+    """Compare the files of an output with its hashes, then its values with a source, if one is given.
 
-    Raises UsageError for a folder without hashes where there is no source either, and for an unfinished one.
+    Raises UsageError for a folder without hashes if there is no source either, and for an unfinished output.
     """
     if not output.is_dir():
         raise UsageError(f"there is no folder {output}", "name the DST of a finished `dsv4 convert`")

@@ -1,4 +1,4 @@
-"""Doing a conversion: the files, the proof, and last what makes a model of them."""
+"""Runs a conversion: writes the files, verifies them, and last writes the configuration that makes them a model."""
 
 import os
 import time
@@ -38,9 +38,9 @@ TRIAL = 1.0
 
 @contextmanager
 def begun(conversion: Conversion) -> Iterator[Journal]:
-    """Checks source, output and disk, and holds the journal of this part until the block ends.
+    """Check source, output and disk space, and hold the journal of this part until the block ends.
 
-    Raises UsageError, CheckpointError or NotEnoughDisk before the first byte.
+    Raises UsageError, CheckpointError or NotEnoughDisk before the first byte is written.
     """
     conversion.check_source()
     conversion.check_output()
@@ -58,10 +58,11 @@ def begun(conversion: Conversion) -> Iterator[Journal]:
 def write_files(
     conversion: Conversion, journal: Journal, device: torch.device, workers: int, progress: Progress | None = None
 ) -> Iterator[FileDone]:
-    """Writes the files of this part and yields each when it is complete.
+    """Write the files of this part and yield each when it is complete. An interrupted conversion resumes.
 
-    Raises CheckpointError for a tensor that does not fit the target and for a source that changes, UnsoundResult for a
-    file of an earlier run that has changed. An interrupted conversion continues when it is called again.
+    Raises:
+        CheckpointError: a tensor does not fit the target, or the source has changed.
+        UnsoundResult: a file of an earlier run has changed.
     """
     with _disk(conversion), open_source(conversion.source) as source:
         recoder = Recoder(source, conversion.specs, conversion.source_name, device)
@@ -75,10 +76,11 @@ def write_files(
 def verify_files(
     conversion: Conversion, journal: Journal, *, check: Check, workers: int, progress: Progress | None = None
 ) -> Verification | None:
-    """Reads the files of this part again and compares them with the source; None where nothing is to be compared.
+    """Read the files of this part again and compare them with the source; return None if nothing is to be compared.
 
-    After a comparison that found a difference everything is compared. Raises UnsoundResult, naming the tensor, where a
-    value differs that the target has exactly, and for `off` where the last comparison has found one.
+    After a comparison that found a difference, everything is compared. Raises UnsoundResult, naming the tensor, if a
+    value
+    that the target can hold exactly differs, and for `off` if the last comparison found one.
     """
     bad = journal.verdict is not None and not journal.verdict.sound
     if check == "off":
@@ -105,7 +107,7 @@ def _compared(conversion: Conversion, *, full: bool, workers: int, progress: Pro
 
 
 def _output_of(conversion: Conversion) -> FolderIdentity:
-    """What the files of the output are that are there."""
+    """Return the identity of the output files that exist."""
     config, naming = conversion.config, conversion.target.naming
     identity = describe(config, conversion.target.formats)
     if isinstance(naming, GgufNaming):
@@ -129,7 +131,7 @@ def _unsound(conversion: Conversion, sentence: str) -> UnsoundResult:
 
 
 def copy_files(conversion: Conversion, progress: Progress | None = None) -> None:
-    """Copies the tokenizer and whatever else of the source is neither weights nor configuration."""
+    """Copy the tokenizer and other files of the source that are neither weights nor configuration."""
     done, total = 0, sum(copy.nbytes for copy in conversion.copies)
 
     def report(nbytes: int) -> None:
@@ -144,15 +146,15 @@ def copy_files(conversion: Conversion, progress: Progress | None = None) -> None
 
 
 def finish_alone(conversion: Conversion, journal: Journal) -> None:
-    """Makes a model of the files of a job that is not shared, written and compared just now."""
+    """Make the files of a job that is not shared a model, right after they were written and compared."""
     with _disk(conversion):
         assemble(conversion.output, conversion.description, [journal])
 
 
 def finished(conversion: Conversion) -> Manifest | None:
-    """The manifest of the output where this very conversion is done, with all files in their length; else None.
+    """Return the output's manifest if exactly this conversion is complete and all files have their size, else None.
 
-    Raises CheckpointError, naming it, for a file that is not there any more or of another length.
+    Raises CheckpointError, naming it, for a file that is missing or has another size.
     """
     if not conversion.output.is_dir():
         return None
@@ -179,8 +181,11 @@ def finished(conversion: Conversion) -> Manifest | None:
 def compare_finished(
     conversion: Conversion, done: Manifest, *, check: Check, workers: int, progress: Progress | None = None
 ) -> Verification | None:
-    """Compares a finished output with its source where no comparison has gone as far as `check`, and notes it in the
-    manifest; None where one has. Raises UnsoundResult, naming the tensor, where a value differs."""
+    """Compare a finished output with its source if no comparison was as thorough as `check`, and record it in the
+    manifest.
+
+    Returns None if one was. Raises UnsoundResult, naming the tensor, if a value differs.
+    """
     if done.origin is None or CHECKS.index(check) <= CHECKS.index(done.origin.compared):
         return None
     whole = replace(conversion, part=Part())
@@ -196,8 +201,10 @@ def compare_finished(
 
 
 def trial(conversion: Conversion, device: torch.device, workers: int) -> float:
-    """Bytes that `workers` threads would convert in a second, if one of them did as well alone: reads and converts for
-    about a second, and writes nowhere. Infinite for a part without files."""
+    """Return the bytes per second that `workers` threads would convert, extrapolated from one thread.
+
+    Reads and converts for about a second and writes nothing. Infinite for a part without files.
+    """
     items = [item for file in conversion.own_files for batch in file.batches for item in batch]
     if not items:
         return float("inf")

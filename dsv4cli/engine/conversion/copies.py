@@ -1,4 +1,4 @@
-"""The files that go into an output as they are: copied in pieces, so that the largest takes no memory; no torch."""
+"""Copies files of the source unchanged, in pieces, so that large files need no memory. No torch."""
 
 import os
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class Copy:
-    """A file of the source, where it goes, and its bytes."""
+    """A file of the source, its destination and its size."""
 
     source: Path
     target: Path
@@ -25,12 +25,14 @@ class Copy:
 
     @property
     def is_done(self) -> bool:
-        """Whether something as long has its name: a copy gets its name when it is complete."""
+        """Whether a file of this size has its name: a copy is renamed when it is complete."""
         return self.target.is_file() and self.target.stat().st_size == self.nbytes
 
     def carry_out(self, workshop: Path, report: Callable[[int], None]) -> None:
-        """Writes the copy, which appears complete or not at all; `report` gets the bytes of each piece. Raises
-        CheckpointError for a source that cannot be read, OSError for a target that cannot be written."""
+        """Write the copy atomically. `report` is called with the bytes of each piece.
+
+        Raises CheckpointError for a source that cannot be read, OSError for a target that cannot be written.
+        """
         self.target.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_name(self.target, workshop)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -46,8 +48,7 @@ class Copy:
 
 
 def copies_of(folder: Path, output: Path) -> tuple[Copy, ...]:
-    """What goes into an output as it is. Raises CheckpointError for a link that leads nowhere: what it stands for would
-    be left out."""
+    """Return the files to copy unchanged. Raises CheckpointError for a dangling link, which would be left out."""
     files = copied_files(folder)
     lost = next(filter(is_dead, files), None)
     if lost is not None:
@@ -57,7 +58,7 @@ def copies_of(folder: Path, output: Path) -> tuple[Copy, ...]:
 
 
 class _SourceReader:
-    """Pieces of a file; what the system says against reading it is not mistaken for an error of the output."""
+    """Reads a file in pieces, and reports read errors as errors of the source, not of the output."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +74,7 @@ class _SourceReader:
         os.close(self._descriptor)
 
     def read(self) -> bytes:
-        """The next bytes, none at the end. Raises CheckpointError."""
+        """Return the next bytes; none at the end. Raises CheckpointError."""
         try:
             return os.read(self._descriptor, CHUNK)
         except OSError as error:

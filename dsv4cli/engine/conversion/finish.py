@@ -1,4 +1,4 @@
-"""The end of a conversion: the parts of a shared job joined, and a whole output compared with its source."""
+"""Finishes a conversion: joins the parts of a shared job, and compares a whole output with its source."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Against:
-    """What to compare an output with, how much of it, and with how many threads."""
+    """A source to compare an output with, how much of it to compare, and with how many threads."""
 
     source: FolderIdentity
     check: Literal["sample", "full"]
@@ -50,7 +50,11 @@ class Against:
 
 @dataclass(frozen=True)
 class Finished:
-    """A job whose parts have been joined. cut: matrices that nobody has compared, because several parts have them."""
+    """The result of joining the parts of a job.
+
+    Attributes:
+        cut: matrices that were not compared, because they are spread over several parts.
+    """
 
     to: str
     files: Mapping[str, Any]
@@ -59,13 +63,14 @@ class Finished:
 
 
 def finish(output: Path, against: Against | None, workers: int, progress: Progress | None = None) -> Finished:
-    """Makes a model of the files of all parts: configuration, then index.
+    """Make the files of all parts a model: write configuration and index.
 
-    Every file is compared whole with its hash. The parts must have been compared with the source, or are now.
+    Every file is compared with its hash. Each part must have been compared with the source, or is compared now.
 
-    Raises UsageError where there is no unfinished conversion or nobody has compared a part, CheckpointError, naming it,
-    for a file that is not there or not the planned one, UnsoundResult for one that has changed and for a part that
-    differs from the source.
+    Raises:
+        UsageError: there is no unfinished conversion, or a part was never compared.
+        CheckpointError: a file, which is named, is missing or not the planned one.
+        UnsoundResult: a file has changed, or a part differs from the source.
     """
     with disk_errors(output, lambda: 0), ExitStack() as stack:
         plan = read_plan(output / UNFINISHED / PLAN)
@@ -95,7 +100,7 @@ def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
 
 
 def _check_verdicts(output: Path, journals: Sequence[Journal]) -> None:
-    """Raises UnsoundResult for a part that differs from the source, UsageError for one that nobody has compared."""
+    """Raise UnsoundResult for a part that differs from the source, UsageError for one that was never compared."""
     command = f"`dsv4 convert --finish {shell_word(output)} --against SRC"
     for journal in journals:
         name = "it" if journal.part.count == 1 else f"part {journal.part.index} of {journal.part.count}"
@@ -131,7 +136,7 @@ def _known(journals: Sequence[Journal]) -> dict[str, str]:
 
 
 def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], against: Against) -> Verification:
-    """Compares the files of all parts with a source; the verdict is that of each part."""
+    """Compare the files of all parts with a source, and record the verdict for each part."""
     identity = _output_of(output, plan)
     bad = any(journal.verdict and not journal.verdict.sound for journal in journals)
     check: Literal["sample", "full"] = "full" if bad else against.check
@@ -148,7 +153,7 @@ def _judge(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal], a
 
 
 def _output_of(output: Path, plan: Mapping[str, Any]) -> FolderIdentity:
-    """What the files of all parts are together, before they are a model."""
+    """Return the identity of the files of all parts together, before they are a model."""
     if plan["to"] == "gguf":
         return recognise_gguf(output)
     values = json.loads(plan["metadata"][CONFIG])
@@ -156,9 +161,9 @@ def _output_of(output: Path, plan: Mapping[str, Any]) -> FolderIdentity:
 
 
 def compare(output: FolderIdentity, layer: int, against: Against, *, full: bool) -> Verification:
-    """Compares a whole output, whose first layer is this one of the source, with the source.
+    """Compare a whole output with the source. layer: the source's layer that is the output's first.
 
-    Raises UsageError where the source lacks what the output has, or has it in another shape.
+    Raises UsageError if the source lacks what the output has, or has it in another shape.
     """
     source_name = renumbered(layer)
     theirs, ours = matrices(output.specs.values()), matrices(against.source.specs.values())
@@ -181,7 +186,7 @@ def _values(roles: Mapping[Any, Any]) -> tuple[int, ...]:
 
 
 def assemble(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal]) -> None:
-    """Writes what makes a model of the files of all parts: hashes, configuration, index; removes the journals."""
+    """Write what makes the files of all parts a model (hashes, configuration, index), and remove the journals."""
     workshop = output / UNFINISHED
     texts = dict(plan["metadata"])
     if plan["index"] is not None:
@@ -199,7 +204,7 @@ def assemble(output: Path, plan: Mapping[str, Any], journals: Sequence[Journal])
 
 
 def assembled(output: Path) -> Manifest | None:
-    """The manifest of a folder that `assemble` has made a model of, whether or not it came to remove the journals."""
+    """Return the manifest of a folder that `assemble` has finished, whether or not the journals were removed."""
     manifest = read_manifest(output)
     whole = manifest is not None and manifest.origin is not None and CONFIG in manifest.hashes
     if manifest is None or not whole or not all((output / name).is_file() for name in manifest.hashes):
@@ -208,7 +213,7 @@ def assembled(output: Path) -> Manifest | None:
 
 
 def joined_before(output: Path) -> bool:
-    """Whether the parts have been joined before; journals that were left by a kill at the very end are removed."""
+    """Return whether the parts were joined before, and remove journals that a kill at the very end left."""
     done, plan = assembled(output), output / UNFINISHED / PLAN
     if done is None or (plan.exists() and not read_plan(plan)["files"].keys() <= done.hashes.keys()):
         return False
@@ -218,7 +223,7 @@ def joined_before(output: Path) -> bool:
 
 
 def clear(output: Path) -> None:
-    """Removes the plan and the journals of a conversion that is done."""
+    """Remove the plan and the journals of a finished conversion."""
     workshop = output / UNFINISHED
     # another process may do the same
     with suppress(FileNotFoundError):
@@ -230,6 +235,6 @@ def clear(output: Path) -> None:
 
 
 def _compared(journals: Sequence[Journal]) -> str:
-    """The least that all matrices have been compared by."""
+    """Return the weakest comparison that covers all matrices."""
     verdicts = [journal.verdict for journal in journals]
     return min(("off" if found is None or found.cut else found.check for found in verdicts), key=CHECKS.index)

@@ -1,7 +1,7 @@
-"""A file written in pieces by several threads, and its SHA-256, taken from the pieces while others are made; no torch.
+"""Writes a file in pieces from several threads, and computes its SHA-256 meanwhile. No torch.
 
-SHA-256 goes from the first byte to the last. A piece that comes before its turn waits in memory, as far as there is
-room; what found no room, and what an earlier run has written, is read from the file when its turn comes.
+SHA-256 needs the bytes in order. A piece that comes early waits in memory if the budget allows; other pieces, and those
+that an earlier run has written, are read back from the file.
 """
 
 import errno
@@ -19,14 +19,14 @@ AT_ONCE = 4
 
 
 class Room:
-    """Bytes that may wait in memory, of all files together."""
+    """A budget of bytes that may wait in memory, shared by all files."""
 
     def __init__(self, nbytes: int) -> None:
         self._left = nbytes
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> bool:
-        """Takes so many bytes of the room; whether there were as many."""
+        """Take bytes from the budget. Return whether there were enough."""
         with self._lock:
             if nbytes > self._left:
                 return False
@@ -34,13 +34,13 @@ class Room:
             return True
 
     def give(self, nbytes: int) -> None:
-        """Gives back what was taken."""
+        """Return bytes to the budget."""
         with self._lock:
             self._left += nbytes
 
 
 class HashedFile:
-    """A file of `nbytes` bytes, opened for writing; it may be there with bytes of an earlier run."""
+    """A file of `nbytes` bytes, open for writing. It may hold bytes of an earlier run."""
 
     def __init__(self, path: Path, nbytes: int, room: Room) -> None:
         self.path, self.nbytes, self.room = path, nbytes, room
@@ -56,14 +56,17 @@ class HashedFile:
             raise
 
     def close(self) -> None:
-        """Closes the file; what waited of it is dropped."""
+        """Close the file and drop the pieces that wait."""
         os.close(self.descriptor)
         self.room.give(sum(len(content) for _, content in self._pieces.values() if content is not None))
         self._pieces.clear()
 
     def write(self, content: memoryview, offset: int) -> int:
-        """Writes bytes, which must not change any more, to their offset, then hashes what is next in the file, unless
-        another thread is hashing; returns their number."""
+        """Write bytes to an offset, then hash what comes next in the file, unless another thread is hashing. Return
+        their number.
+
+        `content` must not change afterwards.
+        """
         write_all(self.descriptor, content, offset)
         if content:
             self._pieces[offset] = offset + len(content), content if self.room.take(len(content)) else None
@@ -71,12 +74,12 @@ class HashedFile:
         return len(content)
 
     def has(self, begin: int, end: int) -> None:
-        """An earlier run has written these bytes."""
+        """Record that an earlier run has written these bytes."""
         if begin < end:
             self._pieces[begin] = end, None
 
     def sha256(self, stop: threading.Event) -> str:
-        """The hash of the file, all of which is written. Raises OSError, and Stopped once `stop` is set."""
+        """Return the hash of the file once all of it is written. Raises OSError, and Stopped once `stop` is set."""
         while self._hashed < self.nbytes:
             if stop.is_set():
                 raise Stopped
@@ -117,7 +120,7 @@ class HashedFile:
 
 
 def write_all(descriptor: int, content: memoryview, offset: int) -> int:
-    """Writes all bytes at an offset of a file; returns their number."""
+    """Write all bytes at an offset of a file and return their number."""
     done = 0
     while done < len(content):
         done += os.pwrite(descriptor, content[done:], offset + done)

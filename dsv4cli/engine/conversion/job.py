@@ -1,4 +1,6 @@
-"""A conversion: what it takes and makes, whether it can be done, and how its plan differs from another's; no torch."""
+"""A conversion: its source and target, whether it can be done, and what distinguishes its plan from others. No
+torch.
+"""
 
 import hashlib
 import json
@@ -37,8 +39,10 @@ from dsv4cli.version import __version__
 
 @dataclass(frozen=True)
 class Conversion:
-    """What to convert into what. max_file: bytes of an output file. part: of a shared job. texts: further files of the
-    output, by their names. notes: sentences on what the output does not have."""
+    """A conversion to carry out. max_file: the most bytes of an output file. part: which part of a shared job this is.
+    texts:
+    further files of the output, by name. notes: sentences about what the output lacks.
+    """
 
     source: FolderIdentity
     output: Path
@@ -59,29 +63,29 @@ class Conversion:
         return self._selected[0]
 
     def source_name(self, name: str) -> str:
-        """The official name in the source of what has this one in the output."""
+        """Return the official name in the source of what has this name in the output."""
         return self._selected[1](name)
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The table of the output."""
+        """The tensor table of the output."""
         return self.target.table(self.config)
 
     @cached_property
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
-        """The table of the output by matrix."""
+        """The tensor table of the output, by matrix."""
         return matrices(self.specs.values())
 
     @cached_property
     def needed(self) -> dict[str, TensorSpec]:
-        """The stored tensors of the source that the output is made of, by key."""
+        """The stored tensors of the source that the output is made from, by key."""
         every = matrices(self.source.specs.values())
         wanted = [spec for matrix in self.matrices for spec in every[self.source_name(matrix)].values()]
         return stored_table(self.source.naming, wanted)
 
     @cached_property
     def files(self) -> tuple[FilePlan, ...]:
-        """All files of the output, those of other parts too."""
+        """All files of the output, other parts' files included."""
         naming = self.target.naming
         if not isinstance(naming, GgufNaming):
             return plan_files(self.specs, naming, self.max_file)
@@ -96,7 +100,7 @@ class Conversion:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes of the source that the whole job reads, a cut or shared tensor counted once."""
+        """Bytes of the source that the whole job reads. A cut or shared tensor counts once."""
         return sum(map(stored_bytes, self.needed.values()))
 
     @property
@@ -106,7 +110,7 @@ class Conversion:
 
     @cached_property
     def own_copies(self) -> dict[str, list[int]]:
-        """The matrices that can be read again from the files of this part alone, and which of their copies."""
+        """The matrices that this part's files hold completely, and which of their copies."""
         own = {file.name.removesuffix(".safetensors") + "/" for file in self.own_files}
         names = {key for file in self.own_files for key in file.keys}
         naming = self.target.naming
@@ -119,13 +123,12 @@ class Conversion:
 
     @property
     def own_cut(self) -> int:
-        """How many matrices this part has something of that cannot be compared without other parts."""
+        """The number of matrices that this part holds partly, which cannot be compared without other parts."""
         items = (item.matrix for file in self.own_files for batch in file.batches for item in batch)
         return len({*items} - self.own_copies.keys())
 
     def check_source(self) -> None:
-        """Raises CheckpointError unless every tensor that is needed is there, and no tensor is left over of a whole
-        model."""
+        """Raise CheckpointError unless every needed tensor exists and a whole model has no tensor left over."""
         checkpoint = self.source.checkpoint
         if self.config != self.source.config:
             checkpoint = _only(checkpoint, self.needed)
@@ -135,7 +138,7 @@ class Conversion:
             raise CheckpointError(error.message, self._remedy(error.remedy)) from None
 
     def _remedy(self, usual: str) -> str:
-        """What to do about a source that is not complete."""
+        """Return what to do about an incomplete source."""
         part = stored_part(self.source) if self.selection == LayerSelection() else ""
         if part:
             return f"repeat the command with `{part}`, which are there; or {usual}"
@@ -144,7 +147,7 @@ class Conversion:
         return usual
 
     def check_output(self) -> None:
-        """Raises UsageError for an output that is the source, inside it, or holds something else than this job."""
+        """Raise UsageError for an output that is the source, is inside it, or holds something other than this job."""
         # a loop of links has no end, and is not resolved
         source, output = (Path(os.path.realpath(path)) for path in (self.source.checkpoint.folder, self.output))
         dead = next(filter(is_dead, (self.output, *self.output.parents)), None)
@@ -162,7 +165,7 @@ class Conversion:
             )
 
     def check_writable(self) -> None:
-        """Raises UsageError where the system says that nothing can be made in the output's folder."""
+        """Raise UsageError if the output's folder cannot be written."""
         existing = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
         if not os.access(existing, os.W_OK | os.X_OK):
             reason = "Permission denied"
@@ -171,7 +174,7 @@ class Conversion:
             raise UsageError(f"{existing} cannot be written to: {reason}", "name a folder where you may write")
 
     def check_room(self) -> None:
-        """Raises NotEnoughDisk unless what is still to be written fits."""
+        """Raise NotEnoughDisk unless the rest of the output fits the disk."""
         missing, free = self.bytes_missing, free_bytes(self.output)
         if missing > free:
             needed, there, short = told_apart(missing, free, missing - free)
@@ -182,12 +185,12 @@ class Conversion:
 
     @property
     def bytes_missing(self) -> int:
-        """Bytes of this part's files, and of those that are copied, that are not on the disk yet."""
+        """Bytes of this part's files and copies that are not on disk yet."""
         weights = self.bytes_out - sum(self._there(file) for file in self.own_files)
         return weights + sum(copy.nbytes for copy in self.copies if not copy.is_done)
 
     def _there(self, file: FilePlan) -> int:
-        """Bytes that the disk has already given to a file."""
+        """Return the bytes that are already allocated to a file."""
         for path in (self.output / file.name, self.output / UNFINISHED / file.name):
             if path.exists():
                 return min(path.stat().st_blocks * 512, file.nbytes)
@@ -195,12 +198,11 @@ class Conversion:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """The files that are neither weights nor configuration, tokenizer and all else; each part copies all.
-        Raises CheckpointError for a link that leads nowhere."""
+        """The files to copy: tokenizer and others, in each part. Raises CheckpointError for a dangling link."""
         return copies_of(self.source.checkpoint.folder, self.output)
 
     def index(self) -> dict[str, Any] | None:
-        """The index of the output; the official files for ranks and GGUF have none."""
+        """The index of the output. Official `mp` shards and GGUF have none."""
         if isinstance(self.target.naming, MpNaming | GgufNaming):
             return None
         weight_map = {key: file.name for file in self.files for key in file.keys}
@@ -209,7 +211,7 @@ class Conversion:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """The plan in JSON: equal for equal conversions only, and all that is needed to finish without the source."""
+        """The plan as JSON: equal only for equal conversions, and enough to finish without the source."""
         files = {
             file.name: {
                 "nbytes": file.nbytes,
@@ -233,24 +235,24 @@ class Conversion:
         }
 
     def _fingerprint(self) -> str:
-        """What distinguishes the source from another: every needed tensor, with its offset."""
+        """Return a hash that identifies the source: every needed tensor with its offset."""
         tensors = self.source.checkpoint.tensors
         headers = [(key, tensors[key].dtype, tensors[key].file.name, tensors[key].begin) for key in sorted(self.needed)]
         return hashlib.sha256(json.dumps([asdict(self.source.config), headers]).encode()).hexdigest()
 
     @cached_property
     def _stamps(self) -> dict[Path, Stamp]:
-        """The files of the source that are needed, as they were before their headers were read."""
+        """The needed files of the source, as they were before their headers were read."""
         files = {self.source.checkpoint.tensors[key].file for key in self.needed}
         known = self.source.checkpoint.stamps
         return {path: known[path] for path in sorted(files) if path in known}
 
     def source_times(self) -> Times:
-        """How large each file of the source is, and when it was last changed, in nanoseconds."""
+        """Size and modification time (ns) of each file of the source."""
         return {path.name: [size, changed] for path, (size, changed, _) in self._stamps.items()}
 
     def check_source_unchanged(self) -> None:
-        """Raises CheckpointError for a file of the source that somebody has changed since it was opened."""
+        """Raise CheckpointError if a file of the source was changed since it was opened."""
         try:
             for path, before in self._stamps.items():
                 check_unchanged(path, before)
@@ -260,12 +262,12 @@ class Conversion:
 
     @property
     def job(self) -> str:
-        """What distinguishes this conversion from another, whatever its parts: of its plan and its source."""
+        """What identifies this conversion, whatever its parts: a hash of plan and source."""
         return job_of(self.description, self.source_times())
 
 
 def job_of(plan: Mapping[str, Any], times: Times) -> str:
-    """A hash of a plan and the times of its source; equal for all parts of a job, whatever the way it was done."""
+    """Return a hash of a plan and its source's times. It is equal for all parts of a job, however they are run."""
     shared = {key: value for key, value in plan.items() if key not in ("parts", "dsv4", "order")}
     return hashlib.sha256(json.dumps([shared, times], sort_keys=True).encode()).hexdigest()
 

@@ -24,7 +24,7 @@ def free_bytes(path: Path) -> int:
 
 
 def told_apart(*counts: int) -> list[str]:
-    """Bytes in GB, with so many digits that different counts look different and none looks like nothing."""
+    """Format bytes as GB with enough digits that different numbers look different and none looks like zero."""
     texts: list[str] = []
     for digits in range(2, 10):
         texts = [f"{count / 1e9:,.{digits}f} GB" for count in counts]
@@ -37,7 +37,7 @@ def told_apart(*counts: int) -> list[str]:
 
 @contextmanager
 def disk_errors(output: Path, missing: Callable[[], int]) -> Iterator[None]:
-    """Turns what the system refuses about files of `output` into a sentence; missing: bytes still to be written."""
+    """Turn system errors about files of `output` into messages. missing: returns the bytes still to be written."""
     try:
         yield
     except OSError as error:

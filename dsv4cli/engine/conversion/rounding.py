@@ -1,4 +1,4 @@
-"""What a conversion will round, told before it writes: matrices whose values the target's format does not have."""
+"""Predicts what a conversion will round: matrices with values that the target's format cannot hold."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -23,10 +23,11 @@ Progress = Callable[[int, int], None]
 def rounded_matrices(
     conversion: Conversion, device: torch.device, workers: int, progress: Progress | None = None
 ) -> dict[str, float]:
-    """The relative L2 error of each quantised matrix of this part that the target does not have, the worst first.
+    """Return the relative L2 error of each quantized matrix of this part that the target rounds, worst first.
 
-    It is taken from the matrix's first rows, a block of 128. progress is given matrices done and in all. Raises
-    CheckpointError for a value that has no place in the target.
+    The error is measured on each matrix's first block of 128 rows. `progress` is called with matrices done and in
+    total.
+    Raises CheckpointError for a value that the target cannot hold.
     """
     with open_source(conversion.source) as source:
         recoder = Recoder(source, conversion.specs, conversion.source_name, device)
@@ -45,13 +46,13 @@ def rounded_matrices(
 
 
 def _may_round(recipe: Recipe) -> bool:
-    """Of what is not quantised it goes without saying."""
+    """Return whether to report rounding of a matrix. For matrices that are not quantized it is expected."""
     form, target = recipe.form, recipe.target
     return form != "i64" and is_quantised(form) and not is_exact(form, target)
 
 
 def _error(encodings: Mapping[str, str], recipe: Recipe) -> float:
-    """Of the first rows of a matrix, as they will be read again. encodings: its tensor type in GGUF, '' elsewhere."""
+    """Return the error of a matrix's first rows. encodings: its tensor type in GGUF, '' elsewhere."""
     end = min(FP8_BLOCK, recipe.parts["weight"].shape[0])
     made, encoding, result = recipe.rows(0, end), encodings[recipe.matrix], Comparison()
     if encoding:

@@ -1,4 +1,4 @@
-"""Which layers of a model are kept, and what the smaller model's tensors are called in the whole one; no torch."""
+"""Selects layers to keep, and maps the smaller model's tensor names to the whole model's. No torch."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ LAYER = re.compile(r"^layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LayerSelection:
-    """The main layers to keep, all where `layers` is None, and whether to keep the drafter."""
+    """The main layers to keep (None for all), and whether to keep the drafter."""
 
     layers: range | None = None
     drafter: bool = True
@@ -26,7 +26,7 @@ class LayerSelection:
 
 
 def parse_layers(text: str) -> range:
-    """The layers that `0-3` (both ends included) or `7` names. Raises UsageError for anything else."""
+    """Parse `0-3` (inclusive) or `7`. Raises UsageError for anything else."""
     match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", text, re.ASCII)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
@@ -37,10 +37,11 @@ def parse_layers(text: str) -> range:
 
 
 def select(config: ModelConfig, selection: LayerSelection) -> tuple[ModelConfig, Callable[[str], str]]:
-    """The model of the selected layers, numbered from 0, and the name in the whole model of each of its tensors.
+    """Return the model of the selected layers, numbered from 0, and a map from its tensor names to the whole model's.
 
-    The draft stages are kept or left out as a whole. Raises UsageError for layers that the model does not have, and
-    for a cut that takes a layer away whose output the DSpark drafter reads.
+    Draft stages are kept or removed as a whole. Raises UsageError for layers that the model does not have, and for a
+    cut
+    that removes a layer whose output the DSpark drafter reads.
     """
     kept = config if selection.drafter else config.without_drafter()
     layers = selection.layers
@@ -61,13 +62,15 @@ def select(config: ModelConfig, selection: LayerSelection) -> tuple[ModelConfig,
 
 
 def renumbered(first: int) -> Callable[[str], str]:
-    """From the name of a tensor in a cut whose first layer was this one to its name in the whole model."""
+    """Return a map from tensor names of a cut whose first layer was `first` to those of the whole model."""
     return lambda name: LAYER.sub(lambda match: f"layers.{int(match[1]) + first}.", name)
 
 
 def stored_part(model: FolderIdentity) -> str:
-    """The options that choose the layers of which all tensors are there, of a folder that lacks files; empty where it
-    lacks none, or too much."""
+    """Return the options that select the layers that a folder with missing files holds completely.
+
+    Empty if no file is missing, or too much is.
+    """
     checkpoint, config = model.checkpoint, model.config
     lacking = {
         spec.name.split(".")[0] if not (match := LAYER.match(spec.name)) else int(match[1])

@@ -1,4 +1,4 @@
-"""What can be converted: a checkpoint of any layout, or the random weights of a preset, which have no file."""
+"""Sources of a conversion: a checkpoint of any layout, or a preset's random weights, which have no file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,13 @@ from dsv4cli.engine.weights.random_weights import RandomRows
 
 @dataclass(frozen=True)
 class RandomIdentity(FolderIdentity):
-    """The random weights of a preset, as if a folder with the name of the preset held them."""
+    """A preset's random weights, presented as a folder with the preset's name."""
 
     seed: int = 0
 
 
 def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
-    """What a source holds. Raises what `recognise_stored` raises, and for GGUF types whose values
-    cannot be read."""
+    """Return what a source holds. Raises what `recognise_stored` raises, and for GGUF types that cannot be read."""
     if isinstance(source, FolderSource):
         found = recognise_stored(source.folder)
         if isinstance(found, GgufIdentity):
@@ -41,17 +40,17 @@ def source_identity(source: FolderSource | RandomSource) -> FolderIdentity:
 
 
 def open_source(identity: FolderIdentity) -> StoredModel:
-    """The tensors of a source, to be read."""
+    """Open the tensors of a source for reading."""
     return _RandomModel(identity) if isinstance(identity, RandomIdentity) else open_stored(identity)
 
 
 class _RandomModel(StoredModel):
-    """The tensors of random weights: the same that a run of the preset has."""
+    """The tensors of random weights, equal to those that a run of the preset uses."""
 
     def __init__(self, identity: RandomIdentity) -> None:
         super().__init__(identity)
         self._random = RandomRows(identity.seed, identity.config.n_routed_experts)
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
-        """The rows of a tensor in its stored format; nothing is read."""
+        """Return rows of a tensor in its storage format. Nothing is read from disk."""
         return numpy_bits(self._random.rows(spec, rows))

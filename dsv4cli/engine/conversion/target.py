@@ -1,4 +1,4 @@
-"""What a conversion aims at: the storage formats and the naming of each target; no torch."""
+"""Targets of a conversion: storage formats and naming of each. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -46,14 +46,14 @@ ONLY_BF16 = ("transformers", "gguf", "compressed-tensors")
 
 @dataclass(frozen=True)
 class Target:
-    """A target with its choices made."""
+    """A target with its options resolved."""
 
     name: TargetName
     formats: Formats
     naming: Naming
 
     def table(self, config: ModelConfig) -> dict[str, TensorSpec]:
-        """Every tensor of an output of this configuration, by its official name."""
+        """Return every tensor of an output with this configuration, by official name."""
         return _table(self.name, config, self.formats)
 
 
@@ -65,10 +65,14 @@ def choose_target(
     attention: FormatName | None = None,
     ranks: int | None = None,
 ) -> Target:
-    """The target for a model of this configuration.
+    """Return the target for a model of this configuration.
 
-    experts, attention: storage formats instead of the target's own; `attention` means every matrix outside the routed
-    experts that has a storage format. ranks: of mp. Raises UsageError for a choice that the target does not have.
+    Args:
+        experts, attention: storage formats to use instead of the target's own; `attention` is every quantizable matrix
+            outside the routed experts.
+        ranks: the number of `mp` ranks.
+
+    Raises UsageError for a choice that the target does not have.
     """
     formats = FORMATS[name]
     if experts is not None:

@@ -1,5 +1,4 @@
-"""Whether a conversion kept the values: the output is read again and compared with the source, by other code than wrote
-it; numpy, no torch."""
+"""Verifies a conversion: reads the output again and compares it with the source, in separate code. numpy, no torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,11 +22,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Verification:
-    """What the comparison of an output with its source found.
+    """The result of comparing an output with its source.
 
-    exact: matrices and plain tensors whose compared values are the same bit for bit. errors: relative L2 error of each
-    of the others, the worst first. wrong: those that the conversion should have kept exact. compared, values: values
-    compared, and of all of them.
+    Attributes:
+        exact: matrices and plain tensors whose compared values are bit-identical.
+        errors: relative L2 error of each of the others, worst first.
+        wrong: those among them that the conversion should have kept exact.
+        compared, values: values compared, and in total.
     """
 
     compared: int = 0
@@ -47,12 +48,15 @@ def verify(
     workers: int,
     progress: Progress | None = None,
 ) -> Verification:
-    """Compares matrices of the output, under their official names, with the source; the pieces of a sample are spread
-    over the rows of each, and other for each matrix.
+    """Compare matrices of the output, by official name, with the source.
 
-    copies: the matrices, and which of the locations of each are compared; 0 alone where the output has it once.
+    A sample is spread over the rows of each matrix, at different rows for different matrices.
 
-    progress: gets the bytes of the output that have been read, and all that will be. Raises what reading raises.
+    Args:
+        copies: the matrices, and which locations of each to compare; 0 if the output has it once.
+        progress: called with bytes of the output read so far, and in total.
+
+    Raises what reading raises.
     """
     ours, theirs = source.matrices(), output.matrices()
     result = Verification()
@@ -81,12 +85,12 @@ def verify(
 
 
 def is_exact(form: str, target: str) -> bool:
-    """Whether a conversion between these formats loses nothing or is refused."""
+    """Return whether a conversion between these formats loses nothing, or is refused."""
     return form == target or (form, target) in EXACT_PAIRS
 
 
 def _is_rounded(output: StoredModel, parts: Mapping[Role, TensorSpec]) -> bool:
-    """Whether values were rounded to codes that are read again as fp32."""
+    """Return whether values were rounded to codes that are read back as fp32."""
     return isinstance(output.identity, GgufIdentity) and output.identity.stored_type(parts["weight"]) == "Q8_0"
 
 
@@ -101,14 +105,14 @@ def _enter(result: Verification, name: str, comparison: Comparison, exact: bool)
 
 
 def _pieces(weight: TensorSpec, sample: int | None) -> Iterator[slice]:
-    """The rows to compare: all, or every SAMPLE-th piece, counted from another one for each matrix."""
+    """Yield the rows to compare: all, or every SAMPLE-th piece with a different start for each matrix."""
     rows, columns = weight.shape[0], max(_count(weight) // max(weight.shape[0], 1), 1)
     pieces = list(row_chunks(rows, columns))
     yield from pieces if sample is None else pieces[sample % min(SAMPLE, max(len(pieces), 1)) :: SAMPLE]
 
 
 def _bytes_read(parts: Mapping[Role, TensorSpec], sample: int | None) -> int:
-    """Bytes of a stored matrix that a comparison reads."""
+    """Return the bytes of a stored matrix that a comparison reads."""
     rows = sum(piece.stop - piece.start for piece in _pieces(parts["weight"], sample))
     return sum(map(stored_bytes, parts.values())) * rows // max(parts["weight"].shape[0], 1)
 
@@ -127,7 +131,7 @@ def _pair(ours: Mapping[Role, TensorSpec], theirs: Mapping[Role, TensorSpec]) ->
 
 
 def _count(weight: TensorSpec) -> int:
-    """Values of a matrix or plain tensor."""
+    """Return the number of values of a matrix or plain tensor."""
     count = 1
     for size in weight.shape[:-1]:
         count *= size

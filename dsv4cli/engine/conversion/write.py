@@ -1,4 +1,4 @@
-"""Carrying out a plan: matrices read, recoded and written by several threads, files complete or not there."""
+"""Carries out a plan: several threads read, convert and write matrices. Files appear complete or not at all."""
 
 import os
 import threading
@@ -37,8 +37,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class FileDone:
-    """An output file that is complete under its final name. resumed: it was there before. written: bytes of this run
-    alone."""
+    """An output file that is complete under its final name.
+
+    Attributes:
+        resumed: whether an earlier run had completed it.
+        written: bytes that this run wrote.
+    """
 
     name: str
     nbytes: int
@@ -56,13 +60,16 @@ def carry_out(
     workers: int,
     progress: Progress | None = None,
 ) -> Iterator[FileDone]:
-    """Writes the files, one after another, and yields each when it is complete; what the journal holds is kept.
+    """Write the files in order and yield each when it is complete. What the journal records is kept.
 
-    A file grows inside the journal's folder and is hashed as it grows; what is left to hash then waits for no other
-    file. It gets its final name when all its bytes are synced and hashed; one that is there must have the hash in the
-    journal. Raises what reading and recoding raise; the journal then holds what has been written. Raises UnsoundResult
-    for a file that has changed. progress: gets the bytes that are there and all that will be, first those that an
-    earlier run has written.
+    A file grows inside the journal's folder and is hashed meanwhile. It gets its final name when all bytes are synced
+    and
+    hashed. A file that exists must have the hash in the journal; else UnsoundResult is raised. After any other error
+    the
+    journal records what was written.
+
+    Args:
+        progress: called with bytes that exist, those of earlier runs first, and bytes in total.
     """
     files = tuple(files)
     there = {file.name: _bytes_there(file, output, journal) for file in files}
@@ -95,12 +102,12 @@ def _is_complete(path: Path, journal: Journal) -> bool:
 
 
 def _batches_there(file: FilePlan, temporary: Path, journal: Journal) -> int:
-    """How many batches of an unfinished file an earlier run has written; none where somebody removed it."""
+    """Return how many batches of an unfinished file an earlier run has written; 0 if the file was removed."""
     return journal.batches.get(file.name, 0) if temporary.exists() else 0
 
 
 def _bytes_there(file: FilePlan, output: Path, journal: Journal) -> int:
-    """Bytes of a file that need not be written."""
+    """Return the bytes of a file that need not be written again."""
     if _is_complete(output / file.name, journal):
         return file.nbytes
     done = file.batches[: _batches_there(file, output / UNFINISHED / file.name, journal)]
@@ -108,7 +115,7 @@ def _bytes_there(file: FilePlan, output: Path, journal: Journal) -> int:
 
 
 def _complete(path: Path, written: HashedFile, journal: Journal, stop: threading.Event) -> None:
-    """Gives a written file its name, with its hash in the journal before."""
+    """Record a written file's hash in the journal, then rename it to its final name."""
     with closing(written):
         journal.complete(path.name, written.sha256(stop))
     publish(written.path, path)
@@ -126,7 +133,7 @@ def _ended(done: FileDone, task: "Future[None]") -> FileDone:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """The workers are the threads: torch starts none of its own."""
+    """Keep torch from starting threads of its own: the workers are the threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -136,7 +143,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 class _Tally:
-    """Bytes done, reported to the caller of carry_out."""
+    """Counts bytes done and reports them to the caller of carry_out."""
 
     def __init__(self, total: int, done: int, progress: Progress | None) -> None:
         self.total, self.done, self.progress = total, done, progress
@@ -162,7 +169,7 @@ class _FileWriter:
     room: Room
 
     def write(self, file: FilePlan, temporary: Path) -> HashedFile:
-        """The file with all its bytes synced; the caller closes it."""
+        """Return the file with all bytes synced. The caller closes it."""
         done = _batches_there(file, temporary, self.journal)
         if done != self.journal.batches.get(file.name, done):
             self.journal.record(file.name, done)
@@ -182,7 +189,7 @@ class _FileWriter:
         return written
 
     def _batches(self, file: FilePlan, written: HashedFile, done: int) -> None:
-        """The batches from number `done`; while one is synced, the next is written."""
+        """Write the batches from number `done` on. While one is synced, the next is written."""
         commits: list[Future[None]] = []
         try:
             for number in range(done, len(file.batches)):
@@ -211,7 +218,7 @@ class _FileWriter:
         self.journal.record(name, batches)
 
     def _tasks(self, batch: Iterable[Item], written: HashedFile) -> Iterator[Callable[[], None]]:
-        """Steps of work in the order of the file, so that what its hash needs next is made next."""
+        """Yield steps of work in file order, so that what the hash needs next is made next."""
         for item in batch:
             recipe = self.recoder.recipe(item.matrix)
             steps = list(chunks(item, step_bytes(self.recoder.device)))
@@ -225,21 +232,24 @@ class _FileWriter:
 
 
 def step_bytes(device: torch.device) -> int:
-    """Bytes to write in one step on a device."""
+    """Return the bytes to write in one step on a device."""
     return CPU_STEP if device.type == "cpu" else GPU_STEP
 
 
 def waiting_bytes(device: torch.device, workers: int) -> int:
-    """Bytes written that wait in memory, at most, until those before them are hashed: some steps of each thread, and
-    the scales of a matrix, whose location is behind its weight."""
+    """Return the most bytes that wait in memory for the hash: some steps per thread, and a matrix's scales.
+
+    The scales come after their weight in the file.
+    """
     return 2 * workers * step_bytes(device) + SCALES
 
 
 def memory_bytes(matrices: Iterable[Mapping[Role, TensorSpec]], device: torch.device, workers: int) -> int:
-    """What a conversion holds in memory at most, the interpreter and PyTorch included.
+    """Return the peak memory of a conversion, with the interpreter and PyTorch.
 
-    Each thread has the pieces of one step in its forms: as read, widened to fp32 at most, as written. For nvfp4 it
-    reads two whole matrices before, to find the scale that they share. Beside the threads, pieces wait to be hashed.
+    Each thread holds one step as read, as fp32 at most, and as written. For NVFP4 it first reads two whole matrices, to
+    find
+    the scale that they share. In addition, pieces wait to be hashed.
     """
     whole = 0
     for roles in matrices:
@@ -251,8 +261,11 @@ def memory_bytes(matrices: Iterable[Mapping[Role, TensorSpec]], device: torch.de
 def write_rows(
     item: Item, recipe: Recipe, steps: Iterable[tuple[int, int]], write: Callable[[memoryview, int], int]
 ) -> Iterator[int]:
-    """Reads, recodes and writes rows of one item, begin and end of each step; yields the bytes of each. write: bytes
-    to an offset of the file."""
+    """Read, convert and write the rows of one item, a step at a time; yield the bytes of each step.
+
+    Args:
+        write: writes bytes to an offset of the file.
+    """
     for begin, end in steps:
         arrays = recipe.rows(begin, end)
         if item.encoding:
@@ -267,7 +280,7 @@ def write_rows(
 
 
 def _part(array: Raw, slot: Slot) -> Raw:
-    """The columns of the rows that this slot's location holds, as it has them."""
+    """Return the columns of the rows that a slot's location holds, in its layout."""
     cut = slot.location.cut
     if slot.location.reciprocal:
         return np.asarray(np.reciprocal(array))
@@ -277,6 +290,6 @@ def _part(array: Raw, slot: Slot) -> Raw:
 
 
 def _offset(slot: Slot, item: Item, begin: int, part: Raw) -> int:
-    """Where the rows that start with the weight's row `begin` go in the file."""
+    """Return the file offset of the rows that start with the weight's row `begin`."""
     row = (begin - item.rows[0]) // slot.rows_each
     return slot.offset + row * (part.nbytes // len(part) if part.ndim else 0)

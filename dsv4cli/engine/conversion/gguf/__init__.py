@@ -1,1 +1,1 @@
-"""GGUF files as a target of `dsv4 convert`: their plan, their metadata, their blocks."""
+"""GGUF as a target of `dsv4 convert`: plan, metadata and blocks."""

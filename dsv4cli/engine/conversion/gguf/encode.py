@@ -1,4 +1,4 @@
-"""Rows of a matrix as GGUF's blocks: numpy, no torch. Read again by `checkpoint/gguf/blocks.py`."""
+"""Encodes rows of a matrix as GGUF blocks: numpy, no torch. `checkpoint/gguf/blocks.py` decodes them."""
 
 from collections.abc import Mapping
 
@@ -14,11 +14,11 @@ LARGEST = 127
 
 
 class NotFinite(Exception):
-    """A value has no code: NaN, or too large for an fp16 scale or for 32 bits."""
+    """A value that has no code: NaN, or too large for an fp16 scale or for 32 bits."""
 
 
 def encode_matrix(matrix: str, kind: str, arrays: Mapping[Role, Raw]) -> Raw:
-    """As `encode`. Raises CheckpointError, naming the matrix, for a value that the type cannot hold."""
+    """Encode as `encode`. Raises CheckpointError, naming the matrix, for a value that the type cannot hold."""
     try:
         return encode(kind, arrays)
     except NotFinite:
@@ -30,10 +30,12 @@ def encode_matrix(matrix: str, kind: str, arrays: Mapping[Role, Raw]) -> Raw:
 
 
 def encode(kind: str, arrays: Mapping[Role, Raw]) -> Raw:
-    """The bytes [n, row] of rows in a tensor type, or their values where it has no blocks.
+    """Return the bytes [n, row] of rows in a tensor type, or their values if it has no blocks.
 
-    arrays: for MXFP4 codes and scales of FP4, for the others values, float32 for Q8_0 and int64 for I32. Raises
-    NotFinite.
+    Args:
+        arrays: codes and scales of FP4 for MXFP4; values for the others, float32 for Q8_0 and int64 for I32.
+
+    Raises NotFinite.
     """
     weight = arrays["weight"]
     if kind == "MXFP4":
@@ -51,7 +53,9 @@ def _i32(numbers: Raw) -> Raw:
 
 
 def _mxfp4(packed: Raw, scales: Raw) -> Raw:
-    """The codes of two columns a byte in the order of ggml: columns 0 to 15 of a block low, 16 to 31 high. Lossless."""
+    """Reorder the codes of two columns per byte as ggml does: columns 0 to 15 of a block low, 16 to 31 high.
+    Lossless.
+    """
     rows, groups = scales.shape
     blocks = np.empty((rows, groups, TYPES["MXFP4"].nbytes), np.uint8)
     blocks[..., 0] = scales
@@ -62,8 +66,9 @@ def _mxfp4(packed: Raw, scales: Raw) -> Raw:
 
 
 def _q8_0(values: Raw) -> Raw:
-    """Blocks of 32: their scale in fp16, and the nearest codes by the scale before it was rounded, halves away from
-    zero, as ggml has them."""
+    """Encode blocks of 32 as ggml does: an fp16 scale, and codes from the scale before rounding, halves away from
+    zero.
+    """
     rows, block = len(values), TYPES["Q8_0"]
     groups = values.reshape(rows, -1, block.values)
     scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(LARGEST)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model beside the tensors; no torch."""
+"""Metadata of a GGUF file: what it says about its model besides the tensors. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,16 +23,20 @@ QUANTIZATION_VERSION = 2
 
 
 def stem(source: FolderIdentity, formats: Formats) -> str:
-    """The name of the files without their ending: the model's and the type of its experts."""
+    """Return the files' base name: the model's name and the type of its experts."""
     return f"{_name(source)}-{MATRIX_TYPES[formats.experts]}"
 
 
 def gguf_metadata(
     source: FolderIdentity, config: ModelConfig, formats: Formats, texts: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Every key of the first file. config, formats: of the output. texts: files that the source's folder lacks.
+    """Return every key of the first file.
 
-    Raises CheckpointError where there is no tokenizer.json, which llama.cpp cannot do without.
+    Args:
+        config, formats: of the output.
+        texts: files that the source's folder lacks.
+
+    Raises CheckpointError without a tokenizer.json, which llama.cpp needs.
     """
     folder = source.checkpoint.folder
     text = texts.get(TOKENIZER) or _text(folder / TOKENIZER)

@@ -1,4 +1,4 @@
-"""What a conversion to GGUF writes: its files to the byte, one or several as gguf-split names them; no torch."""
+"""Plans the files of a conversion to GGUF byte by byte: one, or several named as by gguf-split. No torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,9 +16,9 @@ Tensors = dict[str, tuple[str, tuple[int, ...]]]
 def plan_gguf(
     specs: Mapping[str, TensorSpec], naming: GgufNaming, metadata: Mapping[str, Any], stem: str, max_file: int
 ) -> tuple[FilePlan, ...]:
-    """The files of a table, named after `stem`: each holds at most max_file bytes of tensors, which are never cut.
+    """Return the files of a table, named after `stem`. Each has at most max_file bytes of tensors, which are never cut.
 
-    The first file has the metadata, the others only which of them they are, as gguf-split writes them.
+    The first file has the metadata, the others only their number, as gguf-split writes them.
     """
     weights = {name: roles["weight"] for name, roles in matrices(specs.values()).items()}
     tensors: Tensors = {}
@@ -59,7 +59,7 @@ def _plan(
     owners: Mapping[str, Mapping[str, TensorSpec]],
     naming: GgufNaming,
 ) -> FilePlan:
-    """One file. owners: the weights by matrix that lie in a stored tensor, by its name."""
+    """Return one file. owners: for each stored tensor, the weights that it holds, by matrix."""
     header = gguf_header(metadata, tensors)
     places = [(len(header) + begin, len(header) + end) for begin, end in tensor_places(tensors)]
     items = [

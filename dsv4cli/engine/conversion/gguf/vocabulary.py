@@ -1,7 +1,7 @@
-"""A tokenizer.json in GGUF's words, and back; no torch.
+"""Converts a tokenizer.json to GGUF keys and back. No torch.
 
-Sources: ggml's docs/gguf.md; llama.cpp, conversion/base.py (types of tokens) and src/llama-vocab.cpp (names of the ways
-in which text is cut before it is merged).
+Sources: ggml's docs/gguf.md; llama.cpp, conversion/base.py (token types) and src/llama-vocab.cpp (names of
+pre-tokenizers).
 """
 
 import json
@@ -45,10 +45,14 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str | None, where: str) -> dict[str, Any]:
-    """The keys of a vocabulary for a model of `size` tokens, the file itself among them.
+    """Return the keys of a vocabulary for a model of `size` tokens, tokenizer.json itself among them.
 
-    text: of tokenizer.json. settings: of tokenizer_config.json. template: of a chat, None for one that covers texts
-    without tools. Raises CheckpointError for a file that is no byte-level BPE, or has more tokens than the model.
+    Args:
+        text: the content of tokenizer.json.
+        settings: the content of tokenizer_config.json.
+        template: a chat template; None for one that covers texts without tools.
+
+    Raises CheckpointError for a file that is not byte-level BPE, or has more tokens than the model.
     """
     found = _read(text, where)
     if max(found.names, default=0) >= size:
@@ -73,7 +77,12 @@ def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str 
 
 @dataclass(frozen=True)
 class _TokenizerFile:
-    """What a tokenizer.json says. names, types: of tokens by their ids. patterns: by which text is cut, in order."""
+    """The content of a tokenizer.json.
+
+    Attributes:
+        names, types: of tokens by id.
+        patterns: the pre-tokenizer's patterns, in order.
+    """
 
     names: Mapping[int, str]
     types: Mapping[int, int]
@@ -113,7 +122,9 @@ def _is_special(entry: Mapping[str, Any]) -> bool:
 
 
 def _template(settings: Mapping[str, Any]) -> str | None:
-    """The chat template of a tokenizer_config.json; of several, as transformers had them, the one named default."""
+    """Return the chat template of a tokenizer_config.json; of several, as transformers had them, the one named
+    default.
+    """
     found = settings.get("chat_template")
     if isinstance(found, list):
         named = [one for one in found if isinstance(one, Mapping) and one.get("name") == "default"]
@@ -122,8 +133,10 @@ def _template(settings: Mapping[str, Any]) -> str | None:
 
 
 def tokenizer_text(metadata: Mapping[str, Any]) -> str | None:
-    """The tokenizer.json of a GGUF model: the one in it, else made of its tokens and merges; None where it has neither,
-    or cuts text in another way than DeepSeek-V4."""
+    """Return the tokenizer.json of a GGUF model: the embedded one, or one built from its tokens and merges.
+
+    None if it has neither, or uses another pre-tokenizer than DeepSeek-V4.
+    """
     if isinstance(metadata.get(WHOLE), str):
         return str(metadata[WHOLE])
     names, types, merges = (metadata.get(key) for key in (TOKENS, TYPES, MERGES))
