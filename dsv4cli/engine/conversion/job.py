@@ -39,9 +39,8 @@ from dsv4cli.version import __version__
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion to carry out. max_file: the most bytes of an output file. part: which part of a shared job this is.
-    texts:
-    further files of the output, by name. notes: sentences about what the output lacks.
+    """A conversion to carry out. max_file: the most bytes per file. texts: further files. notes: what the output
+    lacks.
     """
 
     source: FolderIdentity
@@ -211,7 +210,7 @@ class Conversion:
 
     @cached_property
     def description(self) -> dict[str, Any]:
-        """The plan as JSON: equal only for equal conversions, and enough to finish without the source."""
+        """The plan as JSON: equal for equal conversions only, and enough to finish without the source."""
         files = {
             file.name: {
                 "nbytes": file.nbytes,
