@@ -6,7 +6,7 @@ the values that do not fill a whole vector. Here, small inputs are multiplied in
 value is part of a whole vector.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -21,18 +21,28 @@ VECTORS = 32
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x @ weight.T: fp32 [T, K], fp32 [N, K] -> fp32 [T, N]."""
+    return products(x, [weight])[0]
+
+
+def products(x: torch.Tensor, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return x @ weight.T for each weight, in order: fp32 [T, K], fp32 [N, K] each -> fp32 [T, N] each."""
     count = x.shape[0]
     if count > ROWS_ALIKE:
-        return F.linear(x, weight)
-    if count < TILE:
-        return F.linear(_filled(x), weight)[:count]
-    return torch.cat([F.linear(_filled(tile), weight) for tile in x.split(TILE)])[:count]
+        return [F.linear(x, weight) for weight in weights]
+    if count <= TILE:
+        rows = _filled(x)
+        return [F.linear(rows, weight)[:count] for weight in weights]
+    tiles = [_filled(tile) for tile in x.split(TILE)]
+    return [torch.cat([F.linear(tile, weight) for tile in tiles])[:count] for weight in weights]
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:
     """Repeat up to TILE rows until there are exactly TILE. An empty x stays empty."""
     count = x.shape[0]
-    return x if count in (0, TILE) else torch.cat([x] * -(-TILE // count))[:TILE]
+    if count in (0, TILE):
+        return x
+    repeated = torch.cat([x] * -(-TILE // count))
+    return repeated if TILE % count == 0 else repeated[:TILE]
 
 
 def each(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:

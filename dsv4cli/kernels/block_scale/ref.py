@@ -15,24 +15,29 @@ from dsv4cli.kernels.formats import (
     FP8_BLOCK,
     NVFP4_BLOCK,
 )
+from dsv4cli.kernels.scalars import scalar
+
+# bits of an fp32 number: the mantissa, and the exponent (the sign bit is left out)
+MANTISSA = torch.tensor(0x007FFFFF, dtype=torch.int32, device="cpu")
+EXPONENT = torch.tensor(0x7F800000, dtype=torch.int32, device="cpu")
 
 
 def power_of_two_ceil(x: torch.Tensor) -> torch.Tensor:
     """Return the smallest power of two >= x, computed on the bit pattern. x: fp32, positive and normal."""
     # any bit of the mantissa carries into the exponent
-    return ((x.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
+    return ((x.view(torch.int32) + MANTISSA) & EXPONENT).view(torch.float32)
 
 
 def block_scale(blocks: torch.Tensor, floor: float, largest: float) -> torch.Tensor:
     """Return the scale of each block: blocks fp32 [..., n, block] -> fp32 [..., n, 1]."""
     amax = blocks.abs().amax(-1, keepdim=True).clamp_min(floor)
     # the official kernel multiplies by the reciprocal, rounded to fp32
-    return power_of_two_ceil(amax * (1.0 / largest))
+    return power_of_two_ceil(amax * scalar(1.0 / largest))
 
 
 def fp8_round(x: torch.Tensor, block: int) -> torch.Tensor:
     codes, scale = _fp8(x, block)
-    return (codes.float() * scale).flatten(-2).to(x.dtype)
+    return (codes.float() * scale).flatten(-2).type_as(x)
 
 
 def fp8_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +55,7 @@ def _fp8(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def fp4_round(x: torch.Tensor, block: int) -> torch.Tensor:
     values, scale = _fp4(x, block)
-    return (values * scale).flatten(-2).to(x.dtype)
+    return (values * scale).flatten(-2).type_as(x)
 
 
 def fp4_codes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,10 +76,9 @@ def _fp4(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def round_e2m1(x: torch.Tensor) -> torch.Tensor:
     """Round x to the nearest e2m1 value, ties to the even code. x: fp32 within +-6."""
-    magnitude = x.abs()
-    # spacing of the codes: 0.5 below 2, 1 below 4, 2 up to 6; round() rounds ties to even
-    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
-    return torch.copysign((magnitude / step).round() * step, x)
+    # spacing of the codes: 0.5 below 2, 1 below 4, 2 up to 6: half the power of two below, at least 0.5
+    step = ((x.view(torch.int32) & EXPONENT).view(torch.float32) * scalar(0.5)).clamp_min(0.5)
+    return torch.copysign((x / step).round() * step, x)  # round() rounds ties to even
 
 
 def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -134,10 +138,10 @@ def e8m0(scale: torch.Tensor) -> torch.Tensor:
 
 def hadamard(x: torch.Tensor) -> torch.Tensor:
     width = x.shape[-1]
-    y, half = x.float().reshape(-1, width), 1
+    y, half = x.float().contiguous(), 1
     # one butterfly per bit of the index, which is Sylvester order
     while half < width:
-        pairs = y.view(-1, width // (2 * half), 2, half)
-        y = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), 2).reshape(-1, width)
+        first, second = y.view(-1, 2, half).unbind(1)
+        y = torch.stack((first + second, first - second), 1)
         half *= 2
-    return (y * width**-0.5).to(x.dtype).view(x.shape)
+    return (y * scalar(width**-0.5)).view(x.shape).type_as(x)

@@ -1,6 +1,7 @@
 """Compression in plain PyTorch: pooling, then norm, rope and block_scale one after another."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -12,17 +13,41 @@ from dsv4cli.kernels.qk_norm_rope import ref as key_ref
 from dsv4cli.kernels.rope.ref import rotate
 
 
+class KeptRows(NamedTuple):
+    """The rows of the step that stay in the rings, and their cells: int64 [n] each."""
+
+    rows: torch.Tensor
+    cells: torch.Tensor
+
+
 def compress_keys(own: Compression, plan: EntryPlan, round_keys: bool) -> State:
-    state, pooled = _pooled(own, plan)
-    keys = rotate(rms_norm(pooled.to(state.entries.dtype), own.norm, own.eps), plan.rotation[plan.entries >= 0])
-    if round_keys:
-        keys = key_ref.rounded(keys, 2 * plan.rotation.shape[-1])
-    return replace(state, entries=key_ref.placed(state.entries, plan.entries[plan.entries >= 0], keys))
+    return _with_keys(own, plan, _kept(own, plan), round_keys)
 
 
 def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
-    state, pooled = _pooled(own, plan)
-    complete = plan.entries >= 0
+    return _with_index_keys(own, plan, _kept(own, plan))
+
+
+def compress_both(own: Compression, index: Compression, plan: EntryPlan, round_keys: bool) -> tuple[State, State]:
+    kept = _kept(own, plan)  # their rings have the same rows
+    index_state = _with_index_keys(index, plan, kept) if round_keys else _with_keys(index, plan, kept, round_keys)
+    return _with_keys(own, plan, kept, round_keys), index_state
+
+
+def _with_keys(own: Compression, plan: EntryPlan, kept: KeptRows, round_keys: bool) -> State:
+    state, pooled, complete = _pooled(own, plan, kept)
+    if pooled is None:
+        return state
+    keys = rotate(rms_norm(pooled.to(state.entries.dtype), own.norm, own.eps), plan.rotation[complete])
+    if round_keys:
+        keys = key_ref.rounded(keys, 2 * plan.rotation.shape[-1])
+    return replace(state, entries=key_ref.placed(state.entries, plan.entries[complete], keys))
+
+
+def _with_index_keys(own: Compression, plan: EntryPlan, kept: KeptRows) -> State:
+    state, pooled, complete = _pooled(own, plan, kept)
+    if pooled is None:
+        return state
     cells, dtype = plan.entries[complete], state.entries.dtype if state.scale is None else torch.bfloat16
     keys = block_scale.hadamard(rotate(rms_norm(pooled.to(dtype), own.norm, own.eps), plan.rotation[complete]))
     if state.scale is None:
@@ -32,22 +57,27 @@ def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
     return replace(state, entries=key_ref.placed(state.entries, cells, codes))
 
 
-def compress_both(own: Compression, index: Compression, plan: EntryPlan, round_keys: bool) -> tuple[State, State]:
-    index_state = compress_index_keys(index, plan) if round_keys else compress_keys(index, plan, round_keys)
-    return compress_keys(own, plan, round_keys), index_state
+def _pooled(own: Compression, plan: EntryPlan, kept: KeptRows) -> tuple[State, torch.Tensor | None, torch.Tensor]:
+    """The state with the raw rows stored; the pooled complete groups, fp32 [G', d], None where there are none; which
+    groups are complete, bool [G]."""
+    kv, state, complete, pooled = own.kv, own.state, plan.entries >= 0, None
+    score = own.score + own.ape[plan.positions % len(own.ape)]
+    if not complete.is_cpu or complete.any():  # a GPU is not waited for
+        # rings are read before they are written
+        every_kv, every_score = torch.cat((state.kv.flatten(0, 1), kv)), torch.cat((state.score.flatten(0, 1), score))
+        members, halves = _members(own, plan.groups[complete]), _halves_of(own)
+        pooled = pool(_halves(every_kv[members], halves), _halves(every_score[members], halves))
+    state = replace(
+        state,
+        kv=_stored(state.kv, kept.cells, kv[kept.rows]),
+        score=_stored(state.score, kept.cells, score[kept.rows]),
+    )
+    return state, pooled, complete
 
 
-def _pooled(own: Compression, plan: EntryPlan) -> tuple[State, torch.Tensor]:
-    """The state with the raw rows stored, and the pooled complete groups, fp32 [G', d]."""
-    kv, state, ratio, capacity = own.kv, own.state, len(own.ape), own.state.kv.shape[1]
-    score = own.score + own.ape[plan.positions % ratio]
-    # rings are read before they are written
-    every_kv, every_score = torch.cat((state.kv.flatten(0, 1), kv)), torch.cat((state.score.flatten(0, 1), score))
-    halves = kv.shape[1] // _width(state)
-    members = _members(plan, ratio, halves, state.kv.shape[:2])
-    rows, cells = _kept(plan, ratio, halves, capacity)
-    state = replace(state, kv=_stored(state.kv, cells, kv[rows]), score=_stored(state.score, cells, score[rows]))
-    return state, pool(_halves(every_kv[members], halves), _halves(every_score[members], halves))
+def _halves_of(own: Compression) -> int:
+    """How many groups give channels to an entry: 2 with overlap."""
+    return own.kv.shape[1] // _width(own.state)
 
 
 def _width(state: State) -> int:
@@ -59,21 +89,23 @@ def _stored(ring: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torc
     return key_ref.placed(ring.flatten(0, 1), cells, rows).view(ring.shape)
 
 
-def _kept(plan: EntryPlan, ratio: int, halves: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of the step that stay in the rings, and their cells: int64 [n]."""
+def _kept(own: Compression, plan: EntryPlan) -> KeptRows:
+    overlap, capacity = (_halves_of(own) - 1) * len(own.ape), own.state.kv.shape[1]
     _, first, start, _, _ = plan.groups.unbind(1)
-    slots, _, start, end, _ = plan.groups[first + (halves - 1) * ratio <= start].unbind(1)
-    slot, end = slots.repeat_interleave(end - start), end.repeat_interleave(end - start)
+    slots, _, start, end, _ = plan.groups[first + overlap <= start].unbind(1)
+    count = end - start
+    slot, end = slots.repeat_interleave(count), end.repeat_interleave(count)
     rows = (plan.positions >= end - capacity).nonzero()[:, 0]
-    return rows, slot[rows] * capacity + plan.positions[rows] % capacity
+    return KeptRows(rows, slot[rows] * capacity + plan.positions[rows] % capacity)
 
 
-def _members(plan: EntryPlan, ratio: int, halves: int, rings: torch.Size) -> torch.Tensor:
-    """The rows of the members of each complete group in [all rings, fresh rows]: int64 [G', halves * ratio]."""
-    slot, first, start, _, row = plan.groups[plan.entries >= 0].unbind(1)
-    positions = first[:, None] + torch.arange(halves * ratio, device=first.device)
-    ring = slot[:, None] * rings[1] + positions % rings[1]
-    return torch.where(positions >= start[:, None], rings.numel() + (row - start)[:, None] + positions, ring)
+def _members(own: Compression, groups: torch.Tensor) -> torch.Tensor:
+    """The rows of the members of complete groups in [all rings, fresh rows]: int64 [G', 5] -> [G', members]."""
+    slots, capacity = own.state.kv.shape[:2]
+    slot, first, start, _, row = groups.unbind(1)
+    positions = first[:, None] + torch.arange(_halves_of(own) * len(own.ape), device=first.device)
+    ring = slot[:, None] * capacity + positions % capacity
+    return torch.where(positions >= start[:, None], slots * capacity + (row - start)[:, None] + positions, ring)
 
 
 def _halves(rows: torch.Tensor, halves: int) -> torch.Tensor:

@@ -43,38 +43,33 @@ def _routed(
     round_inner: bool,
 ) -> torch.Tensor:
     """The same of inputs that are rounded where they are to be."""
-    experts, slots = experts.sort(-1)  # ascending, the order in which a token's experts are added
-    routing = routing.gather(-1, slots)
-    per_token = experts.shape[1]
-    order = experts.flatten().argsort(stable=True)  # pairs (token, place) by expert
-    tokens, factors = order // per_token, routing.flatten()[order]
-    counts = torch.bincount(experts.flatten(), minlength=weights.count).tolist()
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)  # pairs (token, place) by expert
+    tokens, factors = order // experts.shape[1], routing.flatten()[order, None]
+    counts = torch.bincount(chosen, minlength=weights.count).tolist()
     stacked = range(len(counts)) if weights.rows is None else weights.rows.tolist()
-    outputs, start = [], 0
-    for expert, count in enumerate(counts):
+    # what a token's first expert is added to: -0.0 + x has the bits of any x
+    total, start = inputs.new_full(inputs.shape, -0.0, dtype=torch.float32), 0
+    for expert, count in enumerate(counts):  # ascending, the order in which a token's experts are added
         if count:
             rows = slice(start, start + count)
-            outputs.append(_expert(inputs[tokens[rows]], weights, stacked[expert], factors[rows], limit, round_inner))
+            outputs = _expert(inputs[tokens[rows]], weights, stacked[expert], factors[rows], limit, round_inner)
+            total.index_add_(0, tokens[rows], outputs.float())
             start += count
-    if not outputs:
-        return inputs.new_zeros(inputs.shape, dtype=torch.float32)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-    parts = torch.cat(outputs)[places].unflatten(0, (-1, per_token)).float()  # [T, k, D]
-    total = parts[:, 0]
-    for place in range(1, per_token):
-        total = total + parts[:, place]
     return total
 
 
 def _expert(
     x: torch.Tensor, weights: "ExpertWeights", row: int, factors: torch.Tensor, limit: float, round_inputs: bool
 ) -> torch.Tensor:
+    """One routed expert of x [n, D]; factors: fp32 [n, 1]."""
+
     def pick(scale: torch.Tensor | None) -> torch.Tensor | None:
         return None if scale is None else scale[row]
 
     gate = gemm.linear(x, weights.w1[row], pick(weights.w1_scale), pick(weights.w1_scale_2))
     up = gemm.linear(x, weights.w3[row], pick(weights.w3_scale), pick(weights.w3_scale_2))
-    inner = (factors[:, None] * gated(gate, up, limit)).to(x.dtype)
+    inner = (factors * gated(gate, up, limit)).type_as(x)
     if round_inputs:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
     return gemm.linear(inner, weights.w2[row], pick(weights.w2_scale), pick(weights.w2_scale_2))
@@ -90,7 +85,7 @@ def _shared(
     """The same of x for weights without a scale, of `rounded` for those with one."""
     gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale, weights.w1_scale_2)
     up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale, weights.w3_scale_2)
-    inner = gated(gate, up, limit).to(x.dtype)
+    inner = gated(gate, up, limit).type_as(x)
     if round_inner and weights.w2_scale is not None:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
     return gemm.linear(inner, weights.w2, weights.w2_scale, weights.w2_scale_2)

@@ -1,6 +1,6 @@
 """Linears in plain PyTorch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,7 +14,7 @@ def linear(
     x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None = None
 ) -> torch.Tensor:
     y = linear_fp32(x, block_scale.dequantise(weight, scale))
-    return (y if scale_2 is None else y * scale_2).to(x.dtype)
+    return (y if scale_2 is None else y * scale_2).type_as(x)
 
 
 def rounded_linear(
@@ -28,9 +28,9 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    groups = x.shape[1]
-    matrices = block_scale.dequantise(weight, scale).unflatten(0, (groups, -1))
-    return torch.stack([linear_fp32(x[:, g], matrices[g]) for g in range(groups)], 1).to(x.dtype)
+    groups = x.float().unbind(1)
+    matrices = block_scale.dequantise(weight, scale).unflatten(0, (len(groups), -1)).unbind()
+    return torch.stack([alike.product(*one) for one in zip(groups, matrices, strict=True)], 1).type_as(x)
 
 
 def linears(
@@ -39,12 +39,19 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    inputs = block_scale.fp8_round(x, FP8_BLOCK) if rounded else x
+    wide = x.float()
     return (
-        [linear(inputs, weight, scale) for weight, scale in rounded],
-        [linear(x, weight, scale) for weight, scale in plain],
-        [linear_fp32(x, weight) for weight in fp32],
+        _linears(block_scale.fp8_round(wide, FP8_BLOCK), rounded, x) if rounded else [],
+        _linears(wide, plain, x) if plain else [],
+        alike.products(wide, (weight.float() for weight in fp32)) if fp32 else [],
     )
+
+
+def _linears(
+    inputs: torch.Tensor, matrices: Iterable[tuple[torch.Tensor, torch.Tensor | None]], like: torch.Tensor
+) -> list[torch.Tensor]:
+    """The products of inputs, fp32 [T, K], rounded to the dtype of `like`."""
+    return [y.type_as(like) for y in alike.products(inputs, (block_scale.dequantise(*one) for one in matrices))]
 
 
 def normed_linears(

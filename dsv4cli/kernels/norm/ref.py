@@ -2,16 +2,19 @@
 
 import torch
 
+from dsv4cli.kernels.scalars import scalar
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     values = x.float()
-    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (weight.float() * values).to(x.dtype)
+    values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + scalar(eps))
+    return (weight.float() * values).type_as(x)
 
 
 def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
     # each operation in fp32, then one rounding: torch's own bf16 rsqrt rounds twice on short tensors (CPU)
-    square = q.float().square().to(q.dtype)
-    mean = square.float().mean(-1, keepdim=True).to(q.dtype)
-    inverse = torch.rsqrt((mean.float() + eps).to(q.dtype).float()).to(q.dtype)
-    return (q.float() * inverse.float()).to(q.dtype)
+    values = q.float()
+    square = values.square().type_as(q)
+    mean = square.float().mean(-1, keepdim=True).type_as(q)
+    inverse = torch.rsqrt((mean.float() + scalar(eps)).type_as(q).float()).type_as(q)
+    return (values * inverse.float()).type_as(q)
