@@ -1,1 +1,1 @@
-"""What do ranks tell each other, how do they start and end?"""
+"""Tensor-parallel ranks: how they start, communicate and end."""

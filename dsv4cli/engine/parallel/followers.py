@@ -1,6 +1,6 @@
-"""Several ranks on one machine: rank 0 is the process that the user has started, and starts and ends the others.
+"""Several ranks on one machine: rank 0 (the leader) is the user's process and starts and ends the followers.
 
-It tells them what its engine does, and within a step the ranks meet as those of any run do.
+The leader sends the engine's orders to the followers; within a step the ranks communicate as in any run.
 """
 
 import os
@@ -23,29 +23,29 @@ GRACE_SECONDS = 5
 
 
 class Followers:
-    """The other ranks, started by whoever it was; this one is rank 0."""
+    """The other ranks, started by another launcher such as torchrun; this process is rank 0."""
 
     def __init__(self, world: World) -> None:
         self.world = world
 
     def tell(self, orders: list[Any] | None) -> None:
-        """Sends orders; None: there are no more. Raises RankLost when a rank has ended."""
+        """Send orders to the followers, None to end them. Raises RankLost if a rank has ended."""
         self.world.tell(orders)
 
     def rest(self) -> None:
-        """They wait for the next orders."""
+        """Mark the followers as idle, waiting for the next orders."""
 
     def dismiss(self) -> None:
-        """There are no more orders."""
+        """Tell the followers that there are no more orders."""
         self.tell(None)
 
 
 class StartedFollowers(Followers):
-    """The ranks that this process has started.
+    """The followers that this process has started.
 
-    When one ends by itself while they are busy, as they are from the start, this process ends with the same code, from
-    a thread of its own: it may wait on a GPU, where nothing reaches it. Before, `lost` is called for a rank that was
-    killed; any other has said why it ends.
+    If a follower ends while busy (also during startup), this process exits with the same code from a separate thread,
+    because the main thread may be blocked on a GPU. For a follower that was killed, `lost` is called first; any other
+    has printed its own error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class StartedFollowers(Followers):
         lost: Callable[[RankLost], None],
         remedy: str,
     ) -> None:
-        """remedy: what a RankLost advises. `world` is set when the ranks have met."""
+        """Start to watch the processes. remedy: advice in RankLost. `world` is set once the ranks have met."""
         super().__init__(World())
         self._processes = processes
         self._lost, self._remedy = lost, remedy
@@ -63,7 +63,7 @@ class StartedFollowers(Followers):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
     def tell(self, orders: list[Any] | None) -> None:
-        """Sends orders to all, who are busy with them until `rest`. Raises RankLost when one has ended."""
+        """Send orders to all followers, which are busy until `rest`. Raises RankLost if one has ended."""
         self._busy = True
         for rank, process in enumerate(self._processes, 1):
             code = process.poll()
@@ -72,16 +72,16 @@ class StartedFollowers(Followers):
         super().tell(orders)
 
     def rest(self) -> None:
-        """They wait for the next orders."""
+        """Mark the followers as idle, waiting for the next orders."""
         self._busy = False
 
     def dismiss(self) -> None:
-        """There are no more orders."""
+        """Tell the followers that there are no more orders."""
         self._dismissed = True
         super().dismiss()
 
     def end(self) -> None:
-        """Ends those that have not ended, at once unless they have been dismissed."""
+        """Kill the followers that still run; those that were dismissed get `GRACE_SECONDS` first."""
         for process in self._processes:
             if self._dismissed:
                 with suppress(subprocess.TimeoutExpired):
@@ -107,9 +107,9 @@ class StartedFollowers(Followers):
 def leading(
     size: int, command: Sequence[str], device: torch.device, lost: Callable[[RankLost], None], remedy: str
 ) -> Iterator[tuple[World, torch.device, Followers]]:
-    """This process as rank 0 of `size` on this machine, the others running `dsv4 command… PORT RANK SIZE`.
+    """Run this process as rank 0 of `size` on this machine; the others run `dsv4 command… PORT RANK SIZE`.
 
-    They end with what runs inside, and see no Ctrl-C. lost, remedy: as of `StartedFollowers`.
+    The followers end when the block ends, and Ctrl-C does not reach them. lost, remedy: as in `StartedFollowers`.
     """
     own, *others = rendezvous_addresses(size)
     processes = [

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel run: which GPUs they take, how a process joins them, how they end."""
+"""The processes of a tensor-parallel run: their GPUs, their rendezvous and their end."""
 
 import atexit
 import os
@@ -29,7 +29,7 @@ FOR_EVER = timedelta(days=1000)
 
 
 def check_devices(size: int, device: torch.device) -> None:
-    """Raises UsageError for one GPU that is named for several ranks, UnsupportedHardware for too few of them."""
+    """Raise UsageError if one GPU is named for several ranks, UnsupportedHardware if there are too few GPUs."""
     if device.index is not None:
         raise UsageError(f"--device {device} is one GPU, and each rank takes its own", "use --device cuda")
     count = torch.cuda.device_count()
@@ -41,7 +41,7 @@ def check_devices(size: int, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class RendezvousAddress:
-    """Where one of `size` ranks on this machine meets the others: a port of it. store: what rank 0 listens with."""
+    """The local port where one of `size` ranks meets the others. store: the listening store, on rank 0 only."""
 
     port: int
     rank: int
@@ -50,7 +50,7 @@ class RendezvousAddress:
 
 
 def rendezvous_addresses(size: int) -> list[RendezvousAddress]:
-    """One for each of so many ranks; the first, for this process, has the port from now on."""
+    """Return an address for each of `size` ranks; the first, for this process, already listens on the port."""
     store = TCPStore("localhost", 0, size, True, default_pg_timeout, wait_for_workers=False)
     others = [RendezvousAddress(store.port, rank, size) for rank in range(1, size)]
     return [RendezvousAddress(store.port, 0, size, store), *others]
@@ -58,10 +58,12 @@ def rendezvous_addresses(size: int) -> list[RendezvousAddress]:
 
 @contextmanager
 def joined(device: torch.device, address: RendezvousAddress | None = None) -> Iterator[tuple[World, torch.device]]:
-    """Joins the ranks at an address, or as the environment says: this one's World, and its own GPU if device is CUDA.
+    """Join the ranks at an address, or at the one in the environment; yield the World and this rank's device.
 
-    A rank that fails inside leaves at once, and only the first to fail says why. What runs inside must have let go of
-    its CUDA graphs when it ends: the process group waits for those that hold NCCL's launches.
+    With CUDA, each rank has its own GPU. A rank that fails inside the block exits at once, and only the first one to
+    fail
+    reports its error. The block must release its CUDA graphs before it ends: the process group waits for graphs that
+    hold NCCL launches.
     """
     local = distributed.get_node_local_rank() if address is None else address.rank
     if device.type == "cuda":
@@ -90,7 +92,7 @@ def joined(device: torch.device, address: RendezvousAddress | None = None) -> It
 
 
 def _met(address: RendezvousAddress | None) -> tuple[Any, int, int]:
-    """What the ranks meet at, and which this is of how many."""
+    """Return the store where the ranks meet, this rank and the number of ranks."""
     if address is not None and address.store is not None:
         return address.store, address.rank, address.size
     url = address and f"tcp://localhost:{address.port}?rank={address.rank}&world_size={address.size}"
@@ -102,7 +104,7 @@ def _leave(code: int, held: BaseException) -> None:
 
 
 def _exit_code(error: BaseException) -> int:
-    """How this process ends for an error that nobody catches."""
+    """Return the exit code of this process for an uncaught error."""
     if isinstance(error, KeyboardInterrupt):
         return 130
     code = error.code if isinstance(error, SystemExit) else getattr(error, "exit_code", 1)
@@ -110,13 +112,13 @@ def _exit_code(error: BaseException) -> int:
 
 
 def interruptible() -> None:
-    """From here on a signal ends this rank at once, also where it waits for the others; nothing is left to tidy up."""
+    """Let signals end this rank at once from now on, even while it waits for the others; it has nothing to clean up."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _world(local: int, device: torch.device) -> World:
-    """This process's World; local: its number on this machine."""
+    """Return this process's World. local: its rank on this machine."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     orders = distributed.new_group(backend="gloo", timeout=FOR_EVER)
     numbers = _gathered(local)
@@ -129,8 +131,10 @@ def _world(local: int, device: torch.device) -> World:
 
 
 def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> SymmetricBuffers | None:
-    """What carries sums, decided alike by all ranks: None with several machines or GPUs that do not see each
-    other's memory."""
+    """Return the buffers of the symmetric-memory all-reduce; all ranks decide alike.
+
+    None for several machines, or for GPUs without peer access.
+    """
     from torch.distributed import _symmetric_memory
 
     one_machine = numbers == list(range(len(numbers)))
@@ -154,7 +158,7 @@ def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> S
 
 
 def _gathered(mine: int) -> list[int]:
-    """What each rank gives, in the order of ranks."""
+    """Return the value of every rank, in rank order."""
     values = [0] * distributed.get_world_size()
     distributed.all_gather_object(values, mine)
     return values

@@ -1,4 +1,4 @@
-"""The ranks of a tensor-parallel run: what they tell each other while the model computes."""
+"""The collectives of a tensor-parallel run."""
 
 import json
 from collections.abc import Sequence
@@ -21,12 +21,15 @@ MESSAGE, LENGTH = 1024, 8
 
 @dataclass(frozen=True)
 class World:
-    """This process's rank among `size`; with one rank every operation is the identity.
+    """This process's rank and the collectives among `size` ranks; with one rank each is the identity.
 
-    Each operation is called by all ranks, in one order. symmetric_buffers: what carries sums, None where NCCL or
-    gloo does. ranks_here: the most ranks that one machine has, which share its memory. orders: the group in which rank
-    0 tells the others what to do; they wait there for as long as people do. divides_from: from so many tokens of a step
-    on the ranks divide the rows of its streams among them, None for never.
+    All ranks call every operation in the same order.
+
+    Attributes:
+        symmetric_buffers: buffers for all-reduce through peer memory; None if NCCL or gloo does it.
+        ranks_here: largest number of ranks on one machine, which share its host memory.
+        orders: process group in which rank 0 sends orders; followers wait there without a timeout.
+        divides_from: smallest number of tokens for which a step's rows of the streams are sharded; None for never.
     """
 
     rank: int = 0
@@ -38,11 +41,12 @@ class World:
 
     @property
     def reduce_backend(self) -> str:
-        """What carries sums, in words."""
+        """The name of the all-reduce backend, for reports."""
         return torch.distributed.get_backend() if self.symmetric_buffers is None else "each other's memory"
 
     def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The sum of x, fp32 or bf16, over all ranks: added in fp32, rounded once to dtype, the same bits on each.
+        """Return the all-reduced sum of x (fp32 or bf16): added in fp32, rounded once to `dtype`, bit-identical on all
+        ranks.
 
         x may be overwritten.
         """
@@ -58,17 +62,21 @@ class World:
         return total.to(dtype)
 
     def own_rows(self, tokens: int) -> slice:
-        """The rows of the streams that this rank holds in a step of so many tokens: all of them, or its share."""
+        """Return the rows of the streams that this rank holds in a step of `tokens` tokens: all of them, or its
+        share.
+        """
         if self.divides_from is None or tokens < self.divides_from:
             return slice(0, tokens)
         return share_of(tokens, self.rank, self.size)
 
     def rows_held(self, rows: int, tokens: int) -> slice:
-        """Which rows of a step of so many tokens a tensor of `rows` rows has: all, or this rank's share."""
+        """Return the rows of a step that a tensor with `rows` rows holds: all `tokens` of them, or this rank's
+        share.
+        """
         return slice(0, tokens) if rows == tokens else self.own_rows(tokens)
 
     def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `sum_rounded` of x [T, D], but of this rank's `rows` rows only: [rows, D]."""
+        """Return this rank's rows [rows, D] of the all-reduced x [T, D] (reduce-scatter); rounds as `sum_rounded`."""
         if rows == len(x):
             return self.sum_rounded(x, dtype)
         if self._through_memory(x):
@@ -77,7 +85,9 @@ class World:
         return self.sum_rounded(x, dtype)[share_of(len(x), self.rank, self.size)]
 
     def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """Of tensors that have this rank's rows of a step of so many tokens, [rows, ...], all rows [T, ...]."""
+        """All-gather tensors that hold this rank's rows [rows, ...] of a step of `tokens` tokens; returns all rows
+        [T, ...].
+        """
         if len(parts[0]) == tokens:
             return list(parts)
         if self._through_memory(*parts):
@@ -98,7 +108,7 @@ class World:
         return buffers is not None and buffers.carries(*parts) and chosen() != "torch"
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """The ranks' [R, V / size] beside each other: [R, V] on every rank."""
+        """All-gather x [R, V / size] along the columns; returns [R, V] on every rank."""
         if self.size == 1:
             return x
         rows, columns = x.shape
@@ -107,20 +117,20 @@ class World:
         return parts.view(self.size, rows, columns).transpose(0, 1).flatten(1)
 
     def broadcast_from_leader(self, x: torch.Tensor) -> torch.Tensor:
-        """Rank 0's x on every rank, whose own is overwritten."""
+        """Overwrite x on every rank with rank 0's x, and return it."""
         if self.size > 1 and x.numel():
             torch.distributed.broadcast(x, 0)
         return x
 
     def broadcast_object(self, value: T) -> T:
-        """Rank 0's value, on every rank; for what happens once, not in a step."""
+        """Return rank 0's value on every rank; for setup, not for steps."""
         values = [value]
         if self.size > 1:
             torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
     def tell(self, orders: Any) -> None:
-        """Sends orders, what JSON can hold, from rank 0 to all others, which wait in `hear`."""
+        """Send JSON-serializable orders from rank 0 to all other ranks, which wait in `hear`."""
         words = torch.frombuffer(bytearray(json.dumps(orders).encode()), dtype=torch.uint8)
         message = torch.zeros(max(MESSAGE, LENGTH + len(words)), dtype=torch.uint8, device="cpu")
         message[:LENGTH] = torch.tensor([len(words)], device="cpu").view(torch.uint8)
@@ -130,7 +140,7 @@ class World:
                 torch.distributed.broadcast(part, 0, self.orders)
 
     def hear(self) -> Any:
-        """The next orders of rank 0, however long that takes."""
+        """Return the next orders of rank 0; wait without a timeout."""
         message = torch.zeros(MESSAGE, dtype=torch.uint8, device="cpu")
         torch.distributed.broadcast(message, 0, self.orders)
         length = int(message[:LENGTH].view(torch.int64))
@@ -141,7 +151,7 @@ class World:
         return json.loads(message[LENGTH : LENGTH + length].numpy().tobytes())
 
     def least(self, numbers: Sequence[int | None]) -> list[int | None]:
-        """The smallest that any rank has of each number; None where none has one."""
+        """Return the minimum over all ranks of each number; None where no rank has one."""
         if self.size == 1:
             return list(numbers)
         every = torch.tensor(
@@ -155,7 +165,7 @@ SINGLE = World()
 
 
 def lost_others(error: BaseException) -> bool:
-    """Whether an error says that another rank is gone."""
+    """Return whether an error means that another rank is gone."""
     # gloo has no class of its own for it
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "onnection" in str(error)

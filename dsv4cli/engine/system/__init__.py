@@ -1,1 +1,1 @@
-"""What has this machine: its devices, memory, files, threads and signals?"""
+"""The machine: devices, memory, files, threads and signals."""

@@ -1,4 +1,4 @@
-"""Files that survive a crash: what a call has written is on the disk for good once it has returned; no torch."""
+"""Crash-safe file writes: the content is on the disk when a call returns; no torch."""
 
 import errno
 import os
@@ -6,13 +6,13 @@ from pathlib import Path
 
 
 def append(descriptor: int, content: bytes) -> None:
-    """Writes all of it behind what is there, and syncs. Raises OSError."""
+    """Append all of `content` to the file and sync it. Raises OSError."""
     write(descriptor, content)
     os.fsync(descriptor)
 
 
 def write(descriptor: int, content: bytes) -> None:
-    """Writes all of it at the descriptor's place. Raises OSError."""
+    """Write all of `content` at the descriptor's current offset. Raises OSError."""
     left = memoryview(content)
     while left:
         # a disk that fills up takes a part
@@ -20,10 +20,15 @@ def write(descriptor: int, content: bytes) -> None:
 
 
 def write_file(path: Path, content: bytes, temporary: Path, mode: int = 0o666) -> None:
-    """Writes a file that appears complete or not at all, also after a crash, with these rights, less the umask's.
+    """Write a file atomically: after a crash it is either complete or absent.
 
-    temporary: on the same file system; after an error it may still be there. Raises OSError, also for a device or a
-    pipe, in whose place the file would come.
+    Args:
+        path: final path; a device or a pipe is refused, because the file would replace it.
+        content: the bytes to write.
+        temporary: a path on the same file system; it may remain after an error.
+        mode: permission bits; the umask is applied.
+
+    Raises OSError.
     """
     if path.exists() and not path.is_file():
         raise OSError(errno.EEXIST, "it is there, and is not a file", str(path))
@@ -36,13 +41,13 @@ def write_file(path: Path, content: bytes, temporary: Path, mode: int = 0o666) -
 
 
 def publish(temporary: Path, path: Path) -> None:
-    """Gives a synced file its final name, and syncs the name."""
+    """Rename a synced file to its final name and sync the directory."""
     os.replace(temporary, path)
     sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Sync a directory, so that the names in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Which kernels compute a model, chosen once for a run."""
+"""The choice of kernels for a run."""
 
 from typing import Literal
 
@@ -12,9 +12,9 @@ __all__ = ["Backend", "captures", "resolve_backend", "use"]
 
 
 def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "torch"]:
-    """'auto' is Triton on a GPU and plain PyTorch elsewhere.
+    """Return the backend for a device: 'auto' is Triton on a GPU and plain PyTorch elsewhere.
 
-    Raises UnsupportedHardware for Triton without a GPU, and on one that its kernels do not run on.
+    Raises UnsupportedHardware for Triton without a GPU, or on a GPU that its kernels do not support.
     """
     on_gpu = device.type == "cuda"
     if name == "triton" and not on_gpu:
@@ -29,5 +29,7 @@ def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "t
 
 
 def captures(device: torch.device) -> bool:
-    """Whether CUDA graphs can hold a step: on a GPU, with Triton's kernels, which never wait for the host."""
+    """Return whether steps can be captured as CUDA graphs: on a GPU, with Triton kernels, which never wait for the
+    host.
+    """
     return device.type == "cuda" and chosen() != "torch"

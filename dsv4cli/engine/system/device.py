@@ -1,4 +1,4 @@
-"""The device that a model runs on, and whether it has room."""
+"""The device that a model runs on: its choice, transfers and free memory."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ ONE_THREAD_TOKENS, ONE_THREAD_BYTES = 512, 64 * 10**6
 
 
 def resolve_device(name: str) -> torch.device:
-    """'auto' is CUDA where there is a GPU, else the CPU; otherwise a torch device name: cpu, cuda, cuda:1.
+    """Return the device for a name: 'auto' (CUDA if there is a GPU, else the CPU), cpu, cuda or cuda:1.
 
-    Raises UsageError for another name and UnsupportedHardware for a GPU that is not there.
+    Raises UsageError for any other name and UnsupportedHardware for a GPU that does not exist.
     """
     check_device(name)
     if name == "auto":
@@ -34,13 +34,16 @@ def resolve_device(name: str) -> torch.device:
 
 
 def upload(numbers: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Numbers of the host on a device, in a copy that nothing waits for: from memory of its own kind to a GPU."""
+    """Copy a host tensor to a device without blocking; the copy to a GPU goes through pinned memory."""
     on_gpu = is_there(torch.device(device))
     return (numbers.pin_memory() if on_gpu else numbers).to(device, non_blocking=True)
 
 
 def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Starts a copy to the host, behind what was launched so far; what it returns waits for that, and gives a list."""
+    """Start a copy to the host after the work launched so far.
+
+    Returns a function that waits for the copy and returns the values as a list.
+    """
     if not is_there(numbers.device):
         there: list[Any] = numbers.tolist()
         return lambda: there
@@ -59,7 +62,7 @@ def download(numbers: torch.Tensor) -> Callable[[], list[Any]]:
 
 @contextmanager
 def step_memory(device: torch.device | str, remedy: str = "lower --prefill-chunk or --max-context") -> Iterator[None]:
-    """Raises NotEnoughMemory, with what to do, when what runs inside finds no room on the device."""
+    """Raise NotEnoughMemory, with a remedy, if the code inside the block runs out of device memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -69,10 +72,10 @@ def step_memory(device: torch.device | str, remedy: str = "lower --prefill-chunk
 
 @contextmanager
 def step_threads(tokens: int, weights: int) -> Iterator[None]:
-    """As many threads of a CPU as a step of so many tokens through `weights` bytes has work for.
+    """Limit PyTorch to one CPU thread for a small step: few `tokens` through few bytes of `weights`.
 
-    On two idle cores nano writes about 33 tokens a second with one thread and with two; where two other programs
-    compute too, 16 to 22 with one thread and 4 to 7 with two: a thread that waits for its core holds up the other.
+    On two idle cores nano decodes about 33 tokens/s with one thread and with two. While two other programs compute,
+    it decodes 16 to 22 tokens/s with one thread and 4 to 7 with two: a thread that waits for its core delays the other.
     """
     before = torch.get_num_threads()
     small = tokens <= ONE_THREAD_TOKENS and weights <= ONE_THREAD_BYTES
@@ -87,14 +90,14 @@ def step_threads(tokens: int, weights: int) -> Iterator[None]:
 
 
 def free_unused() -> None:
-    """Gives the memory of what nothing refers to any more back to the devices."""
+    """Return the memory of unreferenced tensors to the devices."""
     gc.collect()  # modules and graphs may refer to each other
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on the device; None where the system does not tell."""
+    """Return the free bytes of a device, None if the system does not report them."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     memory = host_memory()

@@ -1,4 +1,4 @@
-"""How a process ends: with the one that has started it, and soon after a signal; no torch."""
+"""How a process ends: together with its parent process, and soon after a signal; no torch."""
 
 import ctypes
 import os
@@ -15,7 +15,10 @@ GRACE_SECONDS = 2
 
 
 def end_with_parent(parent: int) -> None:
-    """From here on this process does not outlive the one that has started it, whose number is `parent`; on Linux."""
+    """End this process when its parent ends (Linux). `parent` is the parent's process id.
+
+    If the parent has ended already, exit now.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
@@ -24,10 +27,11 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def ends_soon(leaving: Callable[[int], None]) -> Iterator[None]:
-    """While this runs in the main thread, SIGINT and SIGTERM end this process, with 128 and their number, also where
-    the main thread waits in C for a GPU or another process and Python's handlers do not run.
+    """Make SIGINT and SIGTERM end the process soon, even while the main thread is blocked in C code.
 
-    What they raise has `GRACE_SECONDS` to leave here; then `leaving` is called with the number, and it is over.
+    Python's handlers do not run while the main thread waits in C for a GPU or another process. The exception of the
+    signal gets `GRACE_SECONDS` to leave the block; then `leaving(signum)` is called and the process exits with
+    128 + signum. Enter the block in the main thread.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)

@@ -1,4 +1,4 @@
-"""The memory of the host: what the machine has, within the limits of control groups (containers, jobs); no torch."""
+"""Host memory of the machine, within the limits of its cgroups (containers, jobs); no torch."""
 
 import os
 import re
@@ -23,14 +23,14 @@ FREE_PAGES = ("free", "inactive", "speculative")
 
 
 class HostMemory(NamedTuple):
-    """Bytes; free: what programs can still have, for which the kernel gives up pages of files."""
+    """Host memory in bytes. free: what programs can still allocate, including page cache that the kernel can drop."""
 
     total: int
     free: int
 
 
 def host_memory() -> HostMemory | None:
-    """What this process may have; None where the system does not tell."""
+    """Return the memory that this process may use, None if the system does not report it."""
     values = _values(MEMINFO)
     if "MemTotal:" not in values or "MemAvailable:" not in values:
         return _of_a_mac()
@@ -41,7 +41,7 @@ def host_memory() -> HostMemory | None:
 
 
 def _of_a_mac() -> HostMemory | None:
-    """What vm_stat shows: the pages that nobody uses, and those of files."""
+    """Return what vm_stat reports on macOS: unused pages and pages of files."""
     try:
         printed = subprocess.run([VM_STAT], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -55,7 +55,7 @@ def _of_a_mac() -> HostMemory | None:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Of every control group around this process that has a limit: the limit, and what is left."""
+    """Yield (limit, bytes left) of every cgroup around this process that has a memory limit."""
     for kind, folder in _groups():
         limit_file, used_file, names = FILES[kind]
         limit, used = _number(folder / limit_file), _number(folder / used_file)
@@ -65,7 +65,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _groups() -> Iterator[tuple[str, Path]]:
-    """The control groups that count memory, each with those that it is in; in a container they may not be there."""
+    """Yield (kind, folder) of each memory cgroup and of its parents; in a container they may not exist."""
     for line in _lines(GROUPS):
         _, controllers, path = line.split(":", 2)
         kind = "memory" if "memory" in controllers.split(",") else controllers
@@ -76,18 +76,18 @@ def _groups() -> Iterator[tuple[str, Path]]:
 
 
 def _number(file: Path) -> int | None:
-    """What a file of one number holds; None for 'max'."""
+    """Return the number in a file that holds one; None for 'max'."""
     return next((int(line) for line in _lines(file) if line.isdigit()), None)
 
 
 def _values(file: Path) -> dict[str, int]:
-    """The numbers of a file by the words before them."""
+    """Return the numbers of a file, keyed by the word before each."""
     rows = [line.split() for line in _lines(file)]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def _lines(file: Path) -> list[str]:
-    """A file's lines; none where it cannot be read."""
+    """Return the lines of a file, none if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except OSError:

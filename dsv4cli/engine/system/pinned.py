@@ -1,4 +1,4 @@
-"""Host memory that a GPU reads and writes in place; torch's own pinned memory takes a power of two."""
+"""Pinned (page-locked) host memory; torch's own allocator rounds every block up to a power of two."""
 
 import ctypes
 import mmap
@@ -17,14 +17,17 @@ POPULATED_AT_ONCE = 1 << 24
 
 
 def whole_pages(nbytes: int) -> int:
-    """So many bytes, rounded up to pages of the system."""
+    """Return `nbytes` rounded up to whole system pages."""
     return -(-nbytes // PAGESIZE) * PAGESIZE
 
 
 def host_block(nbytes: int, purpose: str, remedy: str) -> torch.Tensor:
-    """Host memory that shares no page: uint8 [nbytes]. Some systems give its pages only with their use; where huge ones
-    are to be had, a GPU reads faster (H200, an expert of Flash: 45.2 GB/s from small ones, 47.3 from huge ones). Raises
-    NotEnoughMemory, which says what it is for."""
+    """Allocate a page-aligned block of host memory as uint8 [nbytes], in huge pages where available.
+
+    Some systems commit pages only at their first use. A GPU reads huge pages faster (H200, an expert of Flash: 47.3
+    GB/s
+    against 45.2 GB/s). Raises NotEnoughMemory, which names `purpose`.
+    """
     try:
         memory = mmap.mmap(-1, whole_pages(max(nbytes, 1)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError):
@@ -37,16 +40,18 @@ def host_block(nbytes: int, purpose: str, remedy: str) -> torch.Tensor:
 
 
 class Populating:
-    """Has the system give the pages of a block of host memory ahead of their use, in a thread that ends when all that
-    are wanted are there: to pin them where they are not takes eight times as long. What they hold stays."""
+    """A background thread that commits the pages of a host block before their use; their content is kept.
+
+    Pinning uncommitted pages takes eight times as long. The thread ends when all wanted pages are committed.
+    """
 
     def __init__(self, block: torch.Tensor) -> None:
-        """block: as of `host_block`."""
+        """Create the thread for a block from `host_block`; `want` starts it."""
         self._block, self._wanted, self._thread = block, 0, Thread()
         self.nbytes = 0  # that are there, from the first one on; or that the system does not give so
 
     def want(self, nbytes: int) -> None:
-        """The first nbytes of the block are wanted."""
+        """Request that the first `nbytes` of the block be committed."""
         self._wanted = min(nbytes, len(self._block))
         if self.nbytes < self._wanted and not self._thread.is_alive():
             self._thread = Thread(target=self._populate, name="host memory", daemon=True)
@@ -62,7 +67,7 @@ class Populating:
 
 
 def pin(tensor: torch.Tensor, remedy: str) -> int:
-    """Pins memory as it is; its address, for `unpin`. Raises NotEnoughMemory."""
+    """Pin existing memory and return its address, for `unpin`. Raises NotEnoughMemory."""
     address = tensor.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, 0)):
         raise NotEnoughMemory(
@@ -73,6 +78,6 @@ def pin(tensor: torch.Tensor, remedy: str) -> int:
 
 
 def unpin(addresses: list[int]) -> None:
-    """Lets go of what `pin` has pinned."""
+    """Unpin memory that `pin` has pinned."""
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)

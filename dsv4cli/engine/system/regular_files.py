@@ -1,4 +1,4 @@
-"""Opening the files of a checkpoint: regular files only, so that no read waits for ever; no torch."""
+"""Opening checkpoint files: regular files only, so that no read blocks forever; no torch."""
 
 import errno
 import os
@@ -19,13 +19,16 @@ Stamp = tuple[int, int, int]
 
 
 def is_there(path: Path) -> bool:
-    """Whether something to be read has this name: a file, or what `open_file` refuses; no folder, no dead link."""
+    """Return whether a path names something to read: a file, or something that `open_file` refuses.
+
+    False for a folder and a dangling link.
+    """
     # os.path answers False where Path raises: a name too long, a folder that may not be searched
     return os.path.exists(path) and not os.path.isdir(path)
 
 
 def open_file(path: Path) -> int:
-    """A descriptor for reading. Raises CheckpointError for a pipe, device or socket, else OSError."""
+    """Return a descriptor for reading. Raises CheckpointError for a pipe, device or socket, else OSError."""
     _check(path, os.stat(path))
     # a pipe that has taken the file's name meanwhile does not block
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -38,13 +41,13 @@ def open_file(path: Path) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises as `open_file` does."""
+    """Return the content of a file. Raises as `open_file`."""
     with open(open_file(path), "rb") as file:
         return file.read()
 
 
 def stamp(status: os.stat_result) -> Stamp:
-    """What is another once a file has been written to or replaced."""
+    """Return a value that changes when a file is written to or replaced."""
     return status.st_size, status.st_mtime_ns, status.st_ino
 
 

@@ -1,4 +1,4 @@
-"""Doing many things at once: threads that can be called off, and one count of the bytes of all of them."""
+"""Concurrent jobs: threads that can be canceled, and a shared byte counter."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ GRACE = 2.0
 
 
 class Meter:
-    """How far each file is, reported as one sum; safe for threads."""
+    """A thread-safe counter of bytes per file, reported as one sum."""
 
     def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
         self.total = total
@@ -27,7 +27,7 @@ class Meter:
         self._lock = threading.Lock()
 
     def at(self, name: str, position: int) -> None:
-        """The file is at this byte; less than before when it begins again."""
+        """Set the byte position of a file; it may go down when the file starts again."""
         with self._lock:
             self._done += position - self._at.get(name, 0)
             self._at[name] = position
@@ -38,7 +38,7 @@ class Meter:
 
 
 def begin(job: Callable[[], T]) -> "Future[T]":
-    """Runs a job in a thread of its own, which does not hold up the end of the program."""
+    """Run a job in its own daemon thread, which does not delay the exit of the program."""
     future: Future[T] = Future()
     threading.Thread(target=_fill, args=(future, job), daemon=True).start()
     return future
@@ -52,7 +52,7 @@ def _fill(future: "Future[T]", job: Callable[[], T]) -> None:
 
 
 def do_all(jobs: Mapping[str, Callable[[], T]], workers: int, stop: threading.Event) -> dict[str, T]:
-    """The result of every job, by its name; ends as `as_done` does."""
+    """Run every job and return the results by name. Ends as `as_done`."""
 
     def named(name: str, job: Callable[[], T]) -> tuple[str, T]:
         return name, job()
@@ -61,10 +61,11 @@ def do_all(jobs: Mapping[str, Callable[[], T]], workers: int, stop: threading.Ev
 
 
 def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event) -> Generator[T, None, None]:
-    """The result of every job, in the order in which they end; they begin in the order given.
+    """Yield the result of every job in the order of completion; jobs start in the order given.
 
-    The first job that fails calls the others off through `stop` and its exception is raised, as is one that reaches the
-    caller's thread, such as KeyboardInterrupt; threads that do not listen are left behind. `close` calls them off too.
+    The first job that fails cancels the others through `stop`, and its exception is raised. An exception in the
+    caller's
+    thread, such as KeyboardInterrupt, does the same, and so does `close`. Threads that ignore `stop` are abandoned.
     """
     waiting: SimpleQueue[Callable[[], T]] = SimpleQueue()
     for job in jobs:
