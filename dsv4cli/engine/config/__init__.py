@@ -1,1 +1,1 @@
-"""What are the model's dimensions, in whichever words they are written? No torch."""
+"""Model configuration in every dialect; no torch."""

@@ -1,4 +1,4 @@
-"""How much of each thing the engine holds at once: what its cache and its schedule are built on; no torch."""
+"""Capacity limits of the engine, on which the KV cache and the scheduler are built; no torch."""
 
 # tokens of one block of compressed entries: 32 of ratio 4, 1 of ratio 128
 BLOCK_TOKENS = 128
@@ -18,6 +18,8 @@ CPU_CHUNK = 512
 
 
 def divides_from(ranks: int) -> int:
-    """Tokens of a step from which on ranks that write into each other's memory divide the rows of its streams: of
-    Flash one launch sums up fewer, and each rank has some."""
+    """Return the smallest step, in tokens, whose rows of the streams are sharded over ranks with peer memory.
+
+    A smaller step of Flash is all-reduced in one launch, and from this size on every rank has some rows.
+    """
     return max(257, 2 * ranks**2)

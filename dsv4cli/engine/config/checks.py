@@ -1,4 +1,4 @@
-"""What the numbers of a configuration can be: each alone, and beside each other; no torch."""
+"""Validity checks of the numbers in a configuration, each alone and in combination; no torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,17 @@ LIMITS: dict[str, tuple[float, float, str]] = {
 
 
 def number(values: Mapping[str, Any], key: str, kind: type, where: str, inside: str = "") -> Any:
-    """A number of the file as an int or a float; inside: the object that it stands in, with a dot."""
+    """Return a number of the configuration, converted to `kind` (int or float) and checked against its limits.
+
+    Args:
+        values: the object that holds the number.
+        key: its key in `values`.
+        kind: int or float.
+        where: names the file in errors.
+        inside: name of the enclosing object with a trailing dot, '' for the root.
+
+    Raises CheckpointError for a key that is missing or a number that is not allowed.
+    """
     name = inside + key
     if key not in values:
         raise CheckpointError(f"{where} lacks the key {key!r}", REMEDY)
@@ -44,9 +54,9 @@ def number(values: Mapping[str, Any], key: str, kind: type, where: str, inside: 
 
 
 def check_config(config: ModelConfig, nextn: int, where: str) -> None:
-    """Raises CheckpointError for the first numbers that cannot be true beside each other.
+    """Raise CheckpointError for the first numbers that contradict each other.
 
-    nextn: draft stages of MTP.
+    nextn: number of MTP draft stages that the configuration states.
     """
     rules = {**_of_layers(config, nextn), **_of_widths(config), **_of_tokens(config)}
     for sentence, holds in rules.items():
@@ -108,9 +118,9 @@ def _of_tokens(config: ModelConfig) -> dict[str, bool]:
 
 
 def check_blocks(config: ModelConfig, linear: FormatName, experts: FormatName, where: str) -> None:
-    """Raises CheckpointError for the first width that inputs cannot be rounded in: those of FP8 and FP4 weights are.
+    """Raise CheckpointError for the first width that is not a whole number of activation quantization blocks.
 
-    linear, experts: storage formats.
+    Only the inputs of FP8 and FP4 weights are quantized in blocks. linear, experts: storage formats.
     """
     sizes: dict[str, int] = {}
     if is_quantised(linear) or is_quantised(experts):

@@ -1,4 +1,4 @@
-"""The same configuration in other words: `inference/config.json` and transformers' keys as official keys; no torch.
+"""Translation of `inference/config.json` and of transformers' keys to the official keys; no torch.
 
 Sources: official `ModelArgs`; transformers 5.23 DeepseekV4Config, as its save_pretrained writes it.
 """
@@ -32,7 +32,7 @@ Fact = tuple[str, Any, str]
 
 
 def translate_inference(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `inference/config.json` under the names of the root `config.json`."""
+    """Rename the keys of `inference/config.json` to those of the root `config.json`."""
     rope: dict[str, Any] = {"type": "yarn"}
     result: dict[str, Any] = {"max_position_embeddings": 1048576}
     for key, value in values.items():
@@ -44,7 +44,7 @@ def translate_inference(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path: Path, other: Path) -> None:
-    """Raises CheckpointError for the first official key that `path` and `other` give different values."""
+    """Raise CheckpointError for the first official key that has different values in `path` and `other`."""
     # 0731: the root file says one MTP layer, the inference file counts the three DSpark stages
     skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling", RELEASE_KEY}
     if inference.get("expert_dtype") is None and root.get("expert_dtype") != "fp4":
@@ -124,13 +124,13 @@ def names_drafter(values: Mapping[str, Any]) -> bool:
 
 
 def _listed_stages(values: Mapping[str, Any]) -> int:
-    """Return how many entries compress_ratios has behind those of the main layers."""
+    """Return how many entries compress_ratios has after those of the main layers."""
     ratios, layers = values.get("compress_ratios"), values.get("num_hidden_layers")
     return len(ratios) - layers if isinstance(ratios, list) and type(layers) is int and layers > 0 else 0
 
 
 def _difference(key: str, first: Any, second: Any) -> str:
-    """What differs; of two lists, which may be long, the first entry that does."""
+    """Describe how two values differ; for two lists, which may be long, the first entry that differs."""
     if isinstance(first, list) and isinstance(second, list):
         if len(first) != len(second):
             return f"{key} has {len(first)} and {len(second)} entries"
@@ -140,12 +140,12 @@ def _difference(key: str, first: Any, second: Any) -> str:
 
 
 def _spoken(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said in transformers' keys; null stands for nothing."""
+    """Return the values of transformers' keys that are set; null counts as absent."""
     return {key: values[key] for key in TRANSFORMERS_KEYS if values.get(key) is not None}
 
 
 def _facts(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
-    """What transformers' keys say, in official keys."""
+    """Yield the values of transformers' keys as official keys."""
     if values.get("compress_rates", COMPRESS_RATES) != COMPRESS_RATES:
         raise UnsupportedCheckpoint(
             f"{where}: compress_rates is {values['compress_rates']!r}, known values are 4 and 128"
@@ -161,7 +161,7 @@ def _facts(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
 
 
 def _types(values: Mapping[str, Any], key: str, known: Collection[str], where: str) -> list[str]:
-    """One of the lists that say of what type each main layer is."""
+    """Return one of the lists with a type for each main layer, checked against the known types."""
     types, layers = values[key], values.get("num_hidden_layers")
     if not isinstance(types, list) or len(types) != layers:
         what = f"{len(types)} entries" if isinstance(types, list) else f"{types!r}"
@@ -175,7 +175,7 @@ def _types(values: Mapping[str, Any], key: str, known: Collection[str], where: s
 
 
 def _ratios(values: Mapping[str, Any], where: str) -> list[Any]:
-    """The ratios of the main layers, then those of the draft stages as compress_ratios gives them, or zeros."""
+    """Return the ratios of the main layers, then those of the draft stages from compress_ratios, or zeros."""
     ratio_of = {name: ratio for ratio, name in LAYER_TYPES.items()}
     ratios = [ratio_of[name] for name in _types(values, "layer_types", [*ratio_of], where)]
     given = values.get("compress_ratios")
@@ -183,7 +183,10 @@ def _ratios(values: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _stages(values: Mapping[str, Any], layers: int) -> int:
-    """Draft stages of a model that does not list them; none where the number is absurd, which is then refused."""
+    """Return the number of draft stages of a model that does not list them.
+
+    0 for an absurd number, which is refused later.
+    """
     count = values.get("num_nextn_predict_layers", DEFAULTS["num_nextn_predict_layers"])
     if type(count) is not int or not 0 <= count <= max(layers, DSPARK_STAGES):
         return 0
@@ -201,7 +204,7 @@ def _hash_layers(values: Mapping[str, Any], where: str) -> int:
 
 
 def _rope_dim(values: Mapping[str, Any], factor: Any) -> Any:
-    """The dimensions of a head that are rotated, as transformers counts them from their share; None if it cannot."""
+    """Return the rotated dimensions of a head, computed from `factor` as in transformers; None if they cannot be."""
     width = values.get("head_dim")
     if type(width) is not int or not 0 <= width <= MAX_NUMBER or type(factor) not in (int, float):
         return None
@@ -211,7 +214,9 @@ def _rope_dim(values: Mapping[str, Any], factor: Any) -> Any:
 
 
 def _rope(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
-    """rope_parameters holds two tables: `main` of the layers without compressor, `compress` of the others."""
+    """Yield the official keys of rope_parameters: table `main` for layers without a compressor, `compress` for the
+    others.
+    """
     main = _table(values, "main", {"rope_type": "default"}, where)
     compress = _table(values, "compress", {"rope_type": "yarn", "attention_factor": ATTENTION_FACTOR}, where)
     for key, name, table in (("rope_theta", "main", main), ("compress_rope_theta", "compress", compress)):
@@ -226,7 +231,7 @@ def _rope(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
 
 
 def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """One of the tables, of which `fixed` must hold."""
+    """Return one of the two tables; every key in `fixed` must have the given value."""
     tables = values["rope_parameters"]
     table = tables.get(name) if isinstance(tables, Mapping) else None
     if not isinstance(table, Mapping):
@@ -246,7 +251,7 @@ def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where
 
 
 def check_rope_table(table: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedCheckpoint for a key that says other numbers than DeepSeek-V4's."""
+    """Raise UnsupportedCheckpoint for a key whose value differs from DeepSeek-V4's."""
     for key, allowed in ROPE_FIXED.items():
         if table.get(key) not in allowed:
             raise UnsupportedCheckpoint(f"{where}.{key} is {table[key]!r}, DeepSeek-V4 has {allowed[0]!r}", REMEDY)

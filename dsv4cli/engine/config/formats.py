@@ -1,7 +1,8 @@
-"""The one table of storage formats: how a matrix lies in a checkpoint, its scales, and what others call it; no torch.
+"""The table of storage formats: dtype, packing and scales of a matrix in a checkpoint; no torch.
 
-A format is an entry of STORAGE, its values in checkpoint/values.py (numpy) and, where it runs as it is, a branch of
-`block_scale.dequantise` and of the kernels. Sources: the releases' headers, ModelOpt's and compressed-tensors' exports.
+To add a format, add an entry to STORAGE, its decoding to checkpoint/values.py (numpy) and, if the engine runs it
+unconverted, a branch to `block_scale.dequantise` and to the kernels.
+Sources: the releases' headers, ModelOpt's and compressed-tensors' exports.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,14 @@ Role = Literal["weight", "scale", "weight_scale", "weight_scale_2", "input_scale
 
 @dataclass(frozen=True)
 class ScaleForm:
-    """A scale of a matrix. role: the last part of its name. dtype: in a header. block: rows and columns that share one
-    number, None: all. parameter: its name in the model; '': it belongs to activations, and no product takes it."""
+    """A scale tensor of a quantized matrix.
+
+    Attributes:
+        role: last part of its name.
+        dtype: its dtype in a safetensors header.
+        block: rows and columns that share a scale; None for one scale of the whole matrix.
+        parameter: its name in the model; '' for a scale of the activations, which no product uses.
+    """
 
     role: Role
     dtype: str
@@ -25,7 +32,7 @@ class ScaleForm:
     parameter: str = "scale"
 
     def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Of the scale of a matrix [rows, columns]."""
+        """Return the shape of the scale of a matrix [rows, columns]."""
         if self.block is None:
             return ()
         return -(-rows // self.block[0]), -(-columns // self.block[1])
@@ -33,9 +40,15 @@ class ScaleForm:
 
 @dataclass(frozen=True)
 class StorageFormat:
-    """How a matrix is stored. words: for a person. dtype: of the weight in a header. expert_dtype: the word of a
-    config.json for experts stored so. codes: values in an element of the weight. scales: none where the values are
-    stored themselves."""
+    """The storage format of a matrix.
+
+    Attributes:
+        words: name for people.
+        dtype: dtype of the weight in a safetensors header.
+        expert_dtype: value of `expert_dtype` in config.json for experts in this format.
+        codes: values packed in an element of the weight.
+        scales: its scale tensors; none for an unquantized format.
+    """
 
     words: str
     dtype: str
@@ -45,11 +58,11 @@ class StorageFormat:
 
     @property
     def rows(self) -> int:
-        """The rows that share a scale: a matrix is cut between such blocks only."""
+        """Rows that share a scale; a matrix may be split only at multiples of this number."""
         return max((scale.block[0] for scale in self.scales if scale.block), default=1)
 
     def scale(self, role: Role) -> ScaleForm:
-        """The scale of a role, which it has."""
+        """Return the scale with a role, which must exist."""
         return next(scale for scale in self.scales if scale.role == role)
 
 
@@ -80,5 +93,5 @@ EXPERT_DTYPES = tuple(dict.fromkeys(storage.expert_dtype for storage in STORAGE.
 
 
 def is_quantised(form: FormatName) -> bool:
-    """Whether a matrix in this format has scales."""
+    """Return whether a matrix in this format has scales."""
     return bool(STORAGE[form].scales)

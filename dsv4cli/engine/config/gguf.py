@@ -1,6 +1,6 @@
-"""The configuration in GGUF's words: the keys under `deepseek4.`, written and read; no torch.
+"""The configuration as GGUF metadata: keys under `deepseek4.`, written and read; no torch.
 
-Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp; ds4 asks for the same keys and for vocab_size.
+Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp; ds4 reads the same keys and vocab_size.
 """
 
 import struct
@@ -64,9 +64,9 @@ REMEDY = "convert the model anew: `dsv4 convert flash OUT --to gguf`"
 
 
 def gguf_values(config: ModelConfig) -> dict[str, Any]:
-    """Every key of a model without its drafter: what llama.cpp and ds4 read, with the types in which they ask for it.
+    """Return every metadata key of a model without its drafter, with the types that llama.cpp and ds4 expect.
 
-    `swiglu_clamp_*` are lists with a number for each layer.
+    `swiglu_clamp_*` are lists with one number per layer.
     """
     assert config.drafter == "none"
     values: dict[str, Any] = {key: getattr(config, name) for name, key in NUMBERS.items()}
@@ -79,16 +79,16 @@ def gguf_values(config: ModelConfig) -> dict[str, Any]:
 
 
 def end_tokens(config: ModelConfig) -> dict[str, Any]:
-    """The tokens that begin a text and end an answer: a second of the latter ends a turn."""
+    """Return the keys of the BOS and EOS tokens; a second EOS token becomes the end-of-turn token."""
     ends = dict(zip((EOS, EOT), config.eos_token_ids, strict=False))
     return {BOS: config.bos_token_id, **ends}
 
 
 def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
-    """The configuration of a model without its drafter; `where` names it in errors.
+    """Return the configuration of a model without its drafter; `where` names it in errors.
 
     Raises UnsupportedCheckpoint for another architecture, CheckpointError for a key that is missing or contradicts
-    itself.
+    another.
     """
     architecture = metadata.get("general.architecture")
     if architecture != ARCHITECTURE:
@@ -108,7 +108,7 @@ def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def missing_keys(metadata: Mapping[str, Any]) -> Iterator[str]:
-    """The keys that a model needs and its metadata lacks; vocab_size follows from the list of tokens."""
+    """Yield the required keys that the metadata lacks; vocab_size follows from the token list."""
     for key in (*NUMBERS.values(), *YARN.values(), RATIOS, CLAMPS[0]):
         derived = key == NUMBERS["vocab_size"] and isinstance(metadata.get(TOKENS), list)
         if f"{ARCHITECTURE}.{key}" not in metadata and not derived:
@@ -116,7 +116,7 @@ def missing_keys(metadata: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _official(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
-    """The official keys of the root config.json, with their values."""
+    """Yield the official keys of the root config.json with their values."""
     values = {key: metadata.get(f"{ARCHITECTURE}.{key}") for key in (*NUMBERS.values(), *YARN.values(), RATIOS)}
     if values["vocab_size"] is None:
         values["vocab_size"] = len(metadata[TOKENS])
@@ -136,7 +136,7 @@ def _official(metadata: Mapping[str, Any], where: str) -> Iterator[tuple[str, An
 
 
 def _number(value: Any) -> Any:
-    """A number as it was before it was stored in 32 bits: the shortest decimal that rounds to it."""
+    """Return a number as it was before it was stored in 32 bits: the shortest decimal that rounds to it."""
     if not isinstance(value, float):
         return value
     digits = (float(f"{value:.{count}g}") for count in range(1, 10))

@@ -1,4 +1,4 @@
-"""The keys of the official configuration files: their translation, their fixed values, their defaults; no torch.
+"""The keys of the official configuration files: translations, fixed values and defaults; no torch.
 
 Sources: the releases' root `config.json`, `inference/config.json` and the defaults of the official `ModelArgs`.
 """

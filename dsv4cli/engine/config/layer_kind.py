@@ -1,4 +1,4 @@
-"""Kinds of attention layers, by the compression ratio that `compress_ratios` holds. No torch."""
+"""Kinds of attention layers by their compression ratio in `compress_ratios`; no torch."""
 
 # sliding window only
 WINDOW = 0

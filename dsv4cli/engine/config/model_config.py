@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says: every dimension of the model; no torch.
+"""The configuration of a checkpoint: every dimension of the model; no torch.
 
 Field names are those of the official root `config.json`.
 """
@@ -14,7 +14,7 @@ Drafter = Literal["none", "mtp", "dspark"]
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN interpolation of the rope table of layers with ratio 4 or 128; over 0 original positions there is none."""
+    """YaRN interpolation of the RoPE table of layers with ratio 4 or 128; none if there are 0 original positions."""
 
     factor: float
     original_max_position_embeddings: int
@@ -34,7 +34,7 @@ class DSparkConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Every number of one model, and its release where the checkpoint tells it.
+    """Every number of one model, and its release if the checkpoint states it.
 
     `compress_ratios` covers the main layers, then the draft stages. Each token of `eos_token_ids` ends an answer.
     """
@@ -74,25 +74,25 @@ class ModelConfig:
 
     @cached_property
     def layer_ratios(self) -> tuple[int, ...]:
-        """The ratio (0, 4 or 128) of each main layer."""
+        """The compression ratio (0, 4 or 128) of each main layer."""
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
     def draft_stages(self) -> int:
-        """Blocks under `mtp.`: one for MTP, three for DSpark, none if the checkpoint has no drafter."""
+        """Number of blocks under `mtp.`: one for MTP, three for DSpark, none if the checkpoint has no drafter."""
         return len(self.compress_ratios) - self.num_hidden_layers
 
     @property
     def drafter(self) -> Drafter:
-        """Which drafter the checkpoint carries."""
+        """The kind of drafter in the checkpoint."""
         if self.draft_stages == 0:
             return "none"
         return "mtp" if self.dspark is None else "dspark"
 
     def is_hash_layer(self, layer: int) -> bool:
-        """Whether the experts of this layer are chosen by token id (draft stages never are)."""
+        """Return whether the experts of a layer are chosen by token id (never in draft stages)."""
         return layer < self.num_hash_layers
 
     def without_drafter(self) -> "ModelConfig":
-        """The same model with its main layers only."""
+        """Return the same model with its main layers only."""
         return replace(self, compress_ratios=self.layer_ratios, dspark=None)

@@ -1,4 +1,4 @@
-"""The released models as configurations, for checks and for models of random weights; no torch.
+"""The configurations of the released models, for checks and for models with random weights; no torch.
 
 Numbers: the releases' `config.json` (Flash revision 60d8d707, Pro b5968e91, Flash-0731), reduced to what the engine
 reads.
@@ -94,7 +94,7 @@ PRESETS: dict[str, dict[str, Any]] = {"flash": FLASH, "pro": PRO, "flash-0731": 
 
 
 def shortened(preset: dict[str, Any], layers: int | None, experts: int | None) -> dict[str, Any]:
-    """The preset with its first `layers` layers (draft stages kept) and its first `experts` experts."""
+    """Return the preset with only its first `layers` layers (draft stages kept) and its first `experts` experts."""
     values = dict(preset)
     if layers is not None:
         ratios, count = preset["compress_ratios"], preset["num_hidden_layers"]

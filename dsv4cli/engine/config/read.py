@@ -1,4 +1,4 @@
-"""A checkpoint's `config.json`, in every dialect, read and checked at the door; no torch."""
+"""Reading and validating a checkpoint's `config.json` in every dialect; no torch."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -30,11 +30,10 @@ MAX_DEPTH = 20
 
 
 def read_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
-    """Reads `config.json`, or `inference/config.json` where there is no root file, of a checkpoint folder, in every
-    dialect; drafter_stored: as parse_config.
+    """Read the configuration of a checkpoint folder: `config.json`, or `inference/config.json` if that is missing.
 
-    Raises CheckpointError when neither is there, one is not JSON, a key is missing or two contradict each other, and
-    UnsupportedCheckpoint when the file describes another model.
+    drafter_stored: as in `parse_config`. Raises CheckpointError when neither file exists, one is not JSON, or a key is
+    missing or contradicts another, and UnsupportedCheckpoint when the file describes another model.
     """
     files = config_values(folder)
     path, values = next(files)
@@ -47,9 +46,9 @@ def read_config(folder: Path, drafter_stored: bool = True) -> ModelConfig:
 
 
 def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Path and values of `config.json` and `inference/config.json`, of those that are there; the second translated.
+    """Yield path and values of `config.json` and of `inference/config.json` (keys translated), those that exist.
 
-    Raises CheckpointError when neither is there or one is not JSON.
+    Raises CheckpointError when neither exists or one is not JSON.
     """
     root, inference = folder / "config.json", folder / "inference" / "config.json"
     here = [path for path in (root, inference) if is_there(path)]
@@ -62,7 +61,9 @@ def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError when it cannot be read, or is nested too deeply to be shown."""
+    """Return the JSON object in a file. Raises CheckpointError if it cannot be read or is nested too deeply to
+    display.
+    """
     remedy = f"fetch {path.name} again"
     try:
         values = json.loads(read_bytes(path).decode())
@@ -80,10 +81,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_config(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> ModelConfig:
-    """Checks the content of a root `config.json`, in official or transformers' keys, alone or together, and builds the
-    ModelConfig.
+    """Validate a root `config.json`, in official keys, transformers' keys or both, and build the ModelConfig.
 
-    where: names it in errors. drafter_stored: whether the checkpoint has tensors under `mtp.` (see official_values).
+    Args:
+        values: content of the file.
+        where: names the file in errors.
+        drafter_stored: whether the checkpoint has tensors under `mtp.` (see `official_values`).
     """
     _refuse_other_models(values, where)
     check_storage(values, where)
@@ -91,7 +94,7 @@ def parse_config(values: Mapping[str, Any], where: str, drafter_stored: bool = T
 
 
 def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """The model that the official keys describe, however its weights are stored."""
+    """Return the model that the official keys describe, independent of how its weights are stored."""
     for key, value in FIXED.items():
         if values.get(key, value) != value:
             raise UnsupportedCheckpoint(f"{where}: {key} is {values[key]!r}, DeepSeek-V4 has {value!r}", REMEDY)
@@ -132,7 +135,7 @@ def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
 
 
 def _end_tokens(given: Any, where: str) -> tuple[int, ...]:
-    """The tokens that end an answer: one, several, or the official one where none is named."""
+    """Return the EOS tokens: one, several, or the official one if the file names none."""
     if given is None:
         return (EOS_TOKEN_ID,)
     several = given if isinstance(given, list) else [given]

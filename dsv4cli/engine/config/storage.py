@@ -1,6 +1,6 @@
-"""What a configuration says about how the weights are stored, and what of that is refused; no torch.
+"""What a configuration states about weight storage, and which statements are refused; no torch.
 
-The formats themselves are read off the tensors; what is said here must only be possible and not contradict itself.
+The formats are determined from the tensors; the statements must only be possible and consistent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,10 +16,14 @@ DenseFormat = Literal["bf16", "f32"]
 
 @dataclass(frozen=True)
 class Formats:
-    """How the matrices are stored: `linear` of attention and shared experts, `experts`, `dense` everything in BF16.
+    """Storage formats of the matrices.
 
-    wo_a: None where it is as the other linears; the official convert.py widens it to bf16 alone. draft_experts: None
-    where those of the drafter are as the others; NVIDIA's NVFP4 exports leave them in FP4.
+    Attributes:
+        linear: attention and shared experts.
+        experts: routed experts.
+        dense: everything that the releases store in BF16.
+        wo_a: None if as `linear`; the official convert.py converts wo_a alone to bf16.
+        draft_experts: routed experts of the drafter, None if as `experts`; NVIDIA's NVFP4 exports keep them in FP4.
     """
 
     linear: FormatName = "fp8"
@@ -30,7 +34,7 @@ class Formats:
 
     @property
     def output(self) -> FormatName:
-        """The format of wo_a, the first matrix of the grouped output."""
+        """The format of wo_a, the first matrix of the grouped output projection."""
         return self.wo_a or self.linear
 
     @property
@@ -40,8 +44,11 @@ class Formats:
 
 
 def check_storage(values: Mapping[str, Any], where: str) -> None:
-    """Raises UnsupportedCheckpoint for a quantization_config that is neither the releases' nor ModelOpt's for NVFP4
-    experts, CheckpointError for an expert_dtype that does not exist."""
+    """Check the statements of a config.json about storage.
+
+    Raises UnsupportedCheckpoint for a quantization_config that is neither the releases' nor ModelOpt's for NVFP4
+    experts, CheckpointError for an expert_dtype that does not exist.
+    """
     quantization = _quantization(values, where)
     nvfp4 = quantization.get("moe_quant_algo") is not None
     if quantization.get("quant_method") != "compressed-tensors":
@@ -55,9 +62,9 @@ def check_storage(values: Mapping[str, Any], where: str) -> None:
 
 
 def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[str]:
-    """What a config.json says about the storage that is not so, a sentence each; other programs may go by it.
+    """Yield a sentence for each statement of a config.json about storage that is wrong; other programs may rely on it.
 
-    formats: as the tensors are stored.
+    formats: the formats of the stored tensors.
     """
     quantization = values.get("quantization_config")
     found = quantization if isinstance(quantization, Mapping) else {}
@@ -80,7 +87,7 @@ def contradictions(values: Mapping[str, Any], formats: "Formats") -> Iterator[st
 
 
 def _expert_dtypes(values: Mapping[str, Any], quantization: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration says of the experts, by the key that says it."""
+    """Return the expert dtypes that a configuration states, by key."""
     places = {"expert_dtype": values, "quantization_config.expert_dtype": quantization}
     return {key: place["expert_dtype"] for key, place in places.items() if place.get("expert_dtype") is not None}
 
