@@ -1,6 +1,6 @@
-"""The Hugging Face hub: which files a repository holds, fetching them whole and verified, reading headers from afar.
+"""The Hugging Face Hub: listing a repository, verified and resumable downloads, headers over the network.
 
-huggingface_hub does what it can: its cache, tokens, variables, xet and offline mode are used as they are. Since
-version 1 it throws an unfinished file away, checks no hash of a plain download and never asks whether a repository
-fits on the disk: that is what this package adds.
+huggingface_hub's cache, tokens, environment variables, xet and offline mode are used unchanged. Since version 1 it
+discards unfinished files, does not verify the hash of a plain download and does not check free disk space; this
+package does all three.
 """

@@ -1,4 +1,4 @@
-"""What the Hugging Face cache holds of a repository, listed as the hub would: for checking a download without a hub."""
+"""The cached files of a repository as a hub listing, to check a download offline."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ ONLINE = "unset HF_HUB_OFFLINE, then run the same command again"
 
 
 def cached_listing(repository: str, revision: str | None) -> Listing:
-    """The files of the snapshot in the cache, with the hashes that their blobs are named by.
+    """Return the files of the cached snapshot, with the hashes that name their blobs.
 
-    Raises UsageError for a name that cannot be a repository's, HubError where the cache has no such snapshot.
+    Raises UsageError for an invalid repository name, HubError if the cache has no such snapshot.
     """
     try:
         folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
@@ -38,7 +38,7 @@ def _file(name: str, path: Path) -> RemoteFile:
 
 
 def check_cache(listing: Listing, needed: set[str]) -> None:
-    """Raises HubError for weights that are wanted and that the cache lacks. needed: by the index."""
+    """Raise HubError for wanted weights that the cache lacks. needed: file names in the index."""
     absent = sorted(needed - listing.by_name.keys())
     if absent or not needed:
         what = absent[0] if absent else "its weights"

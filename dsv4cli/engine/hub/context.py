@@ -1,4 +1,4 @@
-"""What all files of one download share, and the two questions that it answers: where to ask, and what is right."""
+"""The state that all files of one download share."""
 
 import threading
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from dsv4cli.engine.system.threads import Meter
 
 @dataclass(frozen=True)
 class DownloadContext:
-    """One download: what comes, where it goes, how long to wait, what is counted, when to stop."""
+    """One download: its listing, destination, retry policy, progress meter and stop event."""
 
     listing: Listing
     destination: Destination
@@ -23,14 +23,14 @@ class DownloadContext:
     stop: threading.Event
 
     def is_intact(self, path: Path, file: RemoteFile) -> bool:
-        """Whether the content at `path` is the file's, counted while it is read."""
+        """Return whether the file at `path` matches the listing; the bytes read count as progress."""
         return is_intact(path, file, lambda position: self.meter.at(file.name, position), self.stop)
 
     def url(self, file: RemoteFile) -> str:
-        """Where the hub serves the file at the commit of the listing."""
+        """Return the hub's URL of a file at the commit of the listing."""
         return hf_hub_url(self.listing.repository, file.name, revision=self.listing.commit)
 
     @property
     def timeout(self) -> float:
-        """Seconds that one read may take: HF_HUB_DOWNLOAD_TIMEOUT."""
+        """Timeout of one read in seconds: HF_HUB_DOWNLOAD_TIMEOUT."""
         return min(float(constants.HF_HUB_DOWNLOAD_TIMEOUT), self.policy.stall)

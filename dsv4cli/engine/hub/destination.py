@@ -1,9 +1,9 @@
-"""Where the files of a repository lie on this machine: in the Hugging Face cache, or in a folder of the user's.
+"""Destinations of a download: the Hugging Face cache or a folder of the user.
 
 The layout is huggingface_hub's (guide "Understand caching"): `blobs/<hash>`, `snapshots/<commit>/<name>` as a link to
 it, `refs/<revision>` with the commit. An unfinished file is `<hash>.dsv4.incomplete`, which `hf cache prune` removes.
-A folder of the user's has a record of each file that a download has put there: `.cache/huggingface/download/<name>
-.metadata`, as huggingface_hub writes it.
+A user's folder has a record of each downloaded file, `.cache/huggingface/download/<name>.metadata`, in the format of
+huggingface_hub.
 """
 
 import os
@@ -26,54 +26,54 @@ PART = ".dsv4.incomplete"
 
 
 class Destination(Protocol):
-    """Where the files of one listing go. `folder`: where they appear under their names."""
+    """The destination of the files of one listing. `folder`: where they appear under their names."""
 
     @property
     def folder(self) -> Path: ...
 
     def find(self, file: RemoteFile) -> Path | None:
-        """What may be the content of a file, if anything is there."""
+        """Return the path that may hold a file's content, None if nothing exists."""
 
     def guard(self, file: RemoteFile) -> None:
-        """Raises UsageError where what is there is not a download's, and would be lost if it were replaced."""
+        """Raise UsageError if the existing file was not downloaded, so that replacing it would lose the user's data."""
 
     def copy_of(self, file: RemoteFile) -> Path | None:
-        """The same file elsewhere on this machine."""
+        """Return another copy of the file on this machine, None if there is none."""
 
     def part(self, file: RemoteFile) -> Path:
-        """Where the bytes of a file gather until they are complete."""
+        """Return the path of the unfinished file."""
 
     def lock(self, file: RemoteFile) -> Path:
-        """What a process holds while it writes the part."""
+        """Return the lock file that a process holds while it writes the unfinished file."""
 
     def hub_lock(self, file: RemoteFile) -> Path:
-        """What huggingface_hub holds while it writes the file."""
+        """Return the lock file that huggingface_hub holds while it writes the file."""
 
     def put(self, file: RemoteFile) -> None:
-        """Moves a complete part to its final place."""
+        """Move a complete file to its final path."""
 
     def show(self, file: RemoteFile) -> Path:
-        """Lets content that is there appear under its name."""
+        """Make existing content appear under the file's name and return that path."""
 
     def fetch(self, file: RemoteFile, **options: Any) -> Path:
-        """The file by huggingface_hub's own means, which holds its lock meanwhile."""
+        """Download the file with huggingface_hub, which holds its own lock meanwhile."""
 
     def leftovers(self, file: RemoteFile) -> set[Path]:
-        """Unfinished files of huggingface_hub, which nobody continues."""
+        """Return the unfinished files of huggingface_hub, which it does not resume."""
 
     def close(self) -> None:
-        """Records that all that was wanted is there."""
+        """Record that the download is complete."""
 
 
 @dataclass(frozen=True)
 class CacheDestination:
-    """The Hugging Face cache, wherever HF_HOME and HF_HUB_CACHE put it."""
+    """The Hugging Face cache, at the path set by HF_HOME and HF_HUB_CACHE."""
 
     listing: Listing
 
     @property
     def root(self) -> Path:
-        """The folder of the repository in the cache."""
+        """The repository's folder in the cache."""
         cache = Path(constants.HF_HUB_CACHE).expanduser()
         return cache / repo_folder_name(repo_id=self.listing.repository, repo_type="model")
 
@@ -86,7 +86,7 @@ class CacheDestination:
         return next((path for path in candidates if path.is_file()), None)
 
     def guard(self, file: RemoteFile) -> None:
-        """Nothing: the cache has its files from the hub."""
+        """Do nothing: every file in the cache was downloaded."""
 
     def copy_of(self, file: RemoteFile) -> Path | None:
         return None
@@ -143,7 +143,7 @@ class CacheDestination:
 
 @dataclass(frozen=True)
 class FolderDestination:
-    """A folder of the user's, which holds the files under their names."""
+    """A folder of the user, which holds the files under their names."""
 
     listing: Listing
     folder: Path
@@ -201,7 +201,7 @@ class FolderDestination:
         return _unfinished(self.part(file))
 
     def close(self) -> None:
-        """Nothing: every file has its record."""
+        """Do nothing: every file has its own record."""
 
     def _record(self, file: RemoteFile) -> Path:
         return self.folder / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
@@ -219,7 +219,7 @@ def _unfinished(part: Path) -> set[Path]:
 
 
 def free_bytes(destination: Destination) -> int:
-    """Bytes free on the file system that the place is on, or will be."""
+    """Return the free bytes of the destination's file system, which may not have the folder yet."""
     path = destination.folder.absolute()
     while not path.exists():
         path = path.parent
@@ -227,5 +227,5 @@ def free_bytes(destination: Destination) -> int:
 
 
 def _beside(path: Path) -> Path:
-    """A name for what is written before it gets this path, of this thread alone."""
+    """Return a temporary path in the same folder, unique to this thread, to be renamed to `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")

@@ -1,4 +1,4 @@
-"""Bringing one file here so that what lies under its name is byte for byte what the hub lists."""
+"""Download of one file, verified byte for byte against the hub's listing."""
 
 import os
 import time
@@ -28,10 +28,13 @@ Outcome = Literal["there", "fetched", "repaired", "broken"]
 
 
 def settle(context: DownloadContext, file: RemoteFile) -> Outcome:
-    """Sees to it that the file is there with the size and hash of the listing; what is there already is read too.
+    """Verify an existing file against the size and hash of the listing, or download it.
 
-    Raises HubError when the hub does not serve it, or is offline and the file wrong, OSError when the disk does not
-    take it, UsageError for another file that no download has put there, DownloadStopped when called off.
+    Raises:
+        HubError: the hub does not serve the file, or is offline and the file is damaged.
+        OSError: the disk cannot be written.
+        UsageError: another file, which was not downloaded, has the name.
+        DownloadStopped: the download was canceled.
     """
     found = context.destination.find(file)
     if found is not None and context.is_intact(found, file):
@@ -50,7 +53,7 @@ def settle(context: DownloadContext, file: RemoteFile) -> Outcome:
 
 
 def _bring(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
-    """Fetches the file once; whether the bytes that came are right. anew: what is there is wrong."""
+    """Download the file once and return whether its bytes are right. anew: the existing file is damaged."""
     part, lock = context.destination.part(file), context.destination.lock(file)
     for path in (part, lock):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ def _is_begun(part: Path) -> bool:
 
 
 class _Part:
-    """The content of a file as far as it has come, with its hash; what an earlier run left is read first."""
+    """An unfinished file with a running hash; bytes from an earlier run are hashed first."""
 
     def __init__(self, path: Path, context: DownloadContext, file: RemoteFile) -> None:
         self.file = file
@@ -106,7 +109,7 @@ class _Part:
         self.context.meter.at(self.file.name, min(self.size, self.file.size))
 
     def append(self, piece: bytes) -> None:
-        """Adds what has come, but nothing beyond the size of the listing."""
+        """Append bytes, up to the size in the listing."""
         piece = piece[: self.file.size - self.size]
         rest = memoryview(piece)
         while rest:
@@ -114,7 +117,7 @@ class _Part:
         self._count(piece)
 
     def restart(self) -> None:
-        """Throws away what has come."""
+        """Discard all bytes."""
         os.lseek(self._handle, 0, os.SEEK_SET)
         os.truncate(self._handle, 0)
         self.size = 0
@@ -122,7 +125,7 @@ class _Part:
         self.context.meter.at(self.file.name, 0)
 
     def is_right(self) -> bool:
-        """Whether the content is complete and has the hash of the listing; then it is on the disk, too."""
+        """Return whether the content is complete and has the listed hash; if so, it has been synced to the disk."""
         if self.size != self.file.size or self.digest.hexdigest() != self.file.etag:
             return False
         os.fsync(self._handle)
@@ -130,7 +133,7 @@ class _Part:
 
 
 def _gather(context: DownloadContext, file: RemoteFile, part: _Part, copy: Path | None) -> None:
-    """Fills the part, from a copy of the file on this machine or in as many requests as it takes."""
+    """Fill the unfinished file from a local copy, or with as many requests as needed."""
     if copy is not None and part.size == 0 and copy.stat().st_size == file.size:
         with copy.open("rb", buffering=0) as stream:
             while piece := stream.read(READ_SIZE):
@@ -151,7 +154,7 @@ def _gather(context: DownloadContext, file: RemoteFile, part: _Part, copy: Path 
 
 
 def _request(context: DownloadContext, file: RemoteFile, part: _Part) -> None:
-    """Asks for what is missing and appends what comes, until all is there or the connection ends."""
+    """Request the missing bytes and append them until the file is complete or the connection ends."""
     # compressed content would have other offsets
     headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity"}
     if part.size:

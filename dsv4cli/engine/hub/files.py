@@ -1,4 +1,4 @@
-"""What a repository on the hub holds at one commit: every file with its size and hash, read in one request."""
+"""The files of a hub repository at one commit, with sizes and hashes, listed in one request."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ READ_SIZE = 1 << 20
 
 
 class Digest(Protocol):
-    """The part of a hashlib object that is used here."""
+    """The methods of a hashlib object that are used here."""
 
     def update(self, data: bytes, /) -> object: ...
     def hexdigest(self) -> str: ...
@@ -34,7 +34,7 @@ class Digest(Protocol):
 class RemoteFile:
     """One file of a repository.
 
-    sha256: of the content, for a file in large-file storage; blob: the id that git gives a file it stores itself.
+    sha256: hash of the content, for a file in large-file storage. blob: git id, for a file that git stores itself.
     """
 
     name: str
@@ -44,11 +44,11 @@ class RemoteFile:
 
     @property
     def etag(self) -> str:
-        """The hash of the content, by which the hub and its cache name it."""
+        """The content hash that names the file on the hub and in its cache."""
         return self.sha256 or self.blob
 
     def digest(self) -> Digest:
-        """A hash that ends in `etag` after the whole content."""
+        """Return a new hash object that equals `etag` after the whole content."""
         if self.sha256:
             return hashlib.sha256()
         # git hashes a header with the content (gitformat-pack, "blob" objects)
@@ -57,9 +57,9 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class Listing:
-    """The files of `repository` at one commit, in the order of their names.
+    """The files of `repository` at one commit, in alphabetical order.
 
-    revision: as asked for, None for main. cached: the hub was not asked; these are the files that the cache holds.
+    revision: as requested, None for main. cached: the files come from the cache, because the hub was not contacted.
     """
 
     repository: str
@@ -74,15 +74,15 @@ class Listing:
         return {file.name: file for file in self.files}
 
     def retrier(self, policy: RetryPolicy, stop: threading.Event) -> Retrier:
-        """The failures of one request for something of this listing."""
+        """Return a retry counter for one request about this listing."""
         return Retrier(policy, stop, partial(explain, repository=self.repository, revision=self.revision))
 
 
 def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Listing:
-    """Asks the hub for the commit of a revision (branch, tag or commit) and its files.
+    """Request the commit of a revision (branch, tag or commit) and its files from the hub.
 
-    Raises HubError: not reachable, not there, not allowed, or an answer that no hub gives; UsageError for a name that
-    cannot be a repository's.
+    Raises HubError if the hub cannot be reached, has no such repository, denies access or sends an invalid answer;
+    UsageError for an invalid repository name.
     """
     api = HfApi(**LIBRARY)
     # who has no connection should not wait half a minute to hear so
@@ -103,7 +103,7 @@ def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Li
 
 
 def _file(entry: Any) -> RemoteFile:
-    """One entry of the hub's answer; a name or a hash that could lead out of the folder is refused."""
+    """Return one entry of the hub's answer; refuse a name or a hash that could escape the folder."""
     name, size, blob, sha256 = entry.rfilename, entry.size, str(entry.blob_id), entry.lfs and str(entry.lfs.sha256)
     size = entry.lfs.size if entry.lfs else size
     parts = name.split("/")
@@ -115,9 +115,9 @@ def _file(entry: Any) -> RemoteFile:
 
 
 def is_intact(path: Path, file: RemoteFile, at: Callable[[int], None], stop: threading.Event) -> bool:
-    """Whether a local file has the size and the hash of the hub's; `at` hears how many bytes are read.
+    """Return whether a local file has the size and hash of the hub's; `at` is called with the number of bytes read.
 
-    Raises DownloadStopped when the work is called off meanwhile.
+    Raises DownloadStopped if `stop` is set meanwhile.
     """
     if path.stat().st_size != file.size:
         return False

@@ -1,4 +1,4 @@
-"""A model on the hub by its headers alone: a few hundred kilobytes of each file, and the small files beside them."""
+"""A hub model read by its headers alone: a few hundred kilobytes of each weight file, and all small files."""
 
 import shutil
 import struct
@@ -41,10 +41,10 @@ WORKERS = 16
 
 @dataclass(frozen=True, eq=False)
 class RemoteHeaders:
-    """A model on the hub, nothing of which is on this machine but its small files.
+    """A model on the hub of which only headers and small files were fetched.
 
-    folder: a temporary folder with config.json and its like and the index, without weights; it goes when this object
-    does. checkpoint: the headers; its paths are names on the hub, not files here.
+    folder: temporary folder with config.json, the index and other small files; removed together with this object.
+    checkpoint: the headers; its paths are names on the hub, not local files.
     """
 
     listing: Listing
@@ -53,10 +53,10 @@ class RemoteHeaders:
 
 
 def remote_headers(text: str, policy: RetryPolicy) -> RemoteHeaders:
-    """Reads headers and small files of the repository that `text` names; the weights are not downloaded.
+    """Fetch headers and small files of the repository that `text` names, without the weights.
 
-    Raises UsageError for what is no repository, HubError when the hub does not serve it, UnsupportedCheckpoint for GGUF
-    files alone, CheckpointError, naming the file, for what `open_checkpoint` refuses.
+    Raises UsageError for an invalid repository, HubError if the hub does not serve it, UnsupportedCheckpoint for a
+    repository with GGUF files only, CheckpointError, naming the file, for what `open_checkpoint` refuses.
     """
     listing = list_files(*repository_of(text, None), policy)
     small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
@@ -72,9 +72,9 @@ def remote_headers(text: str, policy: RetryPolicy) -> RemoteHeaders:
 
 
 def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) -> Checkpoint:
-    """The headers of the weights at the hub, checked as those of files here are, sizes included.
+    """Return the headers of the weight files on the hub, validated as local files are, sizes included.
 
-    index: file of each tensor, empty where the repository has none.
+    index: file of each tensor, empty if the repository has no index.
     """
     folder = Path(listing.repository)
     files, missing = _files(listing, index)
@@ -106,8 +106,10 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
 
 
 def _fetch_gguf(listing: Listing, names: list[str]) -> str:
-    """How to find out what these files are: with all files of the repository, if they are one model that its folder
-    then names."""
+    """Return the remedy for GGUF files: the commands that download and inspect them.
+
+    If the files are one model, `dsv4 download` fetches the whole repository and its name works as MODEL.
+    """
     models = {(match["stem"] if (match := PART.fullmatch(name)) else name) for name in names}
     if len(models) == 1 and not any("/" in name for name in names):
         name = f"{listing.repository}@{listing.revision}" if listing.revision else listing.repository
@@ -119,7 +121,7 @@ def _fetch_gguf(listing: Listing, names: list[str]) -> str:
 
 
 def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], tuple[str, ...]]:
-    """The weight files as `open_checkpoint` would take them, and those that the index names in vain."""
+    """Return the weight files that `open_checkpoint` would read, and the indexed files that do not exist."""
     here = {file.name: file for file in listing.files if kind_of(file.name) == "weights" and "/" not in file.name}
     if index:
         names = sorted(set(index.values()))
@@ -152,7 +154,7 @@ def _read_header(context: DownloadContext, file: RemoteFile, path: Path) -> list
 
 
 def _range(context: DownloadContext, file: RemoteFile, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file at the hub."""
+    """Fetch the bytes [begin, end) of a file on the hub."""
 
     def request() -> bytes:
         headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}

@@ -1,4 +1,4 @@
-"""A download from its plan to its end: what is wanted, what is there, whether it fits, and all of it fetched."""
+"""A download from plan to end: the wanted files, those that exist, the disk space, and fetching them all."""
 
 import logging
 import tempfile
@@ -30,8 +30,9 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """A download before it begins. name: what the user called the model. held: bytes of each wanted file that are there
-    by size and need not come."""
+    """The plan of a download. name: the user's name of the model. held: bytes of each wanted file that exist already,
+    judged by size.
+    """
 
     name: str
     listing: Listing
@@ -43,32 +44,32 @@ class DownloadPlan:
 
     @cached_property
     def left_out(self) -> tuple[RemoteFile, ...]:
-        """What the repository holds and the user does not want."""
+        """The files of the repository that are not wanted."""
         names = {file.name for file in self.wanted}
         return tuple(file for file in self.listing.files if file.name not in names)
 
     @property
     def is_folder(self) -> bool:
-        """Whether the files go into a folder of the user's, not into the cache."""
+        """Whether the files go into a folder of the user instead of the cache."""
         return isinstance(self.destination, FolderDestination)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the wanted files."""
+        """Size of the wanted files in bytes."""
         return sum(file.size for file in self.wanted)
 
     @property
     def missing(self) -> int:
-        """Bytes that must come."""
+        """Bytes to download."""
         return self.nbytes - sum(self.held.values())
 
     @property
     def fits(self) -> bool:
-        """Whether the disk has room for what is missing."""
+        """Whether the disk has enough space for the missing bytes."""
         return self.missing <= self.free
 
     def raise_if_it_does_not_fit(self) -> None:
-        """Raises NotEnoughDisk with the numbers."""
+        """Raise NotEnoughDisk, with the numbers, if the disk is too small."""
         if not self.fits:
             raise NotEnoughDisk(
                 f"{self.name} needs {_size(self.missing)} more at {self.destination.folder}, "
@@ -79,7 +80,7 @@ class DownloadPlan:
 
 
 def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
-    """The repository and the revision that a user names. Raises UsageError for what is no repository."""
+    """Return the repository and revision that a user names. Raises UsageError for an invalid repository."""
     match = REPOSITORY.fullmatch(ALIASES.get(text, text))
     if match is None:
         raise UsageError(
@@ -93,11 +94,10 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
 def plan(
     text: str, revision: str | None, selection: Selection, local_dir: Path | None, policy: RetryPolicy
 ) -> DownloadPlan:
-    """Lists the repository, chooses by its index, and looks at what is there; downloads the index at most. Where
-    huggingface_hub is offline, what its cache holds is the repository.
+    """List the repository, select files by its index and find those that exist; downloads only the index.
 
-    Raises UsageError, also for what is in the way and no download has put there, HubError, and CheckpointError for an
-    index that is none.
+    If huggingface_hub is offline, the cached snapshot is used as the listing. Raises UsageError, also for a file in the
+    way that was not downloaded, HubError, and CheckpointError for an invalid index.
     """
     repository = repository_of(text, revision)
     listing = cached_listing(*repository) if constants.HF_HUB_OFFLINE else list_files(*repository, policy)
@@ -114,9 +114,9 @@ def plan(
 
 
 def index_in(folder: Path, listing: Listing) -> dict[str, str]:
-    """The index of a repository from the temporary folder that it was fetched into, empty where it has none.
+    """Return the index in a temporary folder that it was fetched into, empty if the repository has none.
 
-    Raises CheckpointError, naming the repository, for an index that is none.
+    Raises CheckpointError, naming the repository, for an invalid index.
     """
     try:
         return read_index(folder / INDEX)
@@ -125,7 +125,7 @@ def index_in(folder: Path, listing: Listing) -> dict[str, str]:
 
 
 def another(listing: Listing) -> str:
-    """The remedy for a repository that holds damaged files."""
+    """Return the remedy for a repository with damaged files."""
     return f"name another revision, as in {listing.repository}@REVISION"
 
 
@@ -139,15 +139,15 @@ def _held(destination: Destination, file: RemoteFile) -> int:
 
 
 def fetch_small(listing: Listing, files: Collection[RemoteFile], folder: Path, policy: RetryPolicy) -> None:
-    """Fetches a few files into a folder, verified; what the cache holds is copied."""
+    """Fetch and verify a few files into a folder; cached files are copied."""
     _fetch(listing, FolderDestination(listing, folder), files, len(files), policy, lambda done, total: None)
 
 
 def carry_out(job: DownloadPlan, workers: int, policy: RetryPolicy, report: Report) -> dict[str, Outcome]:
-    """Fetches and verifies every wanted file, also those that are there, and tells for each how it came.
+    """Download and verify every wanted file, including those that exist, and return the outcome of each.
 
-    When it returns, every wanted file lies in the place with the size and the hash of the listing. Raises HubError,
-    NotEnoughDisk, UsageError for a place that cannot be written.
+    On return, every wanted file is at the destination with the listed size and hash. Raises HubError, NotEnoughDisk,
+    and UsageError for a destination that cannot be written.
     """
     # the small files first: a refusal shows at once
     files = sorted(job.wanted, key=lambda file: (file.size, file.name))
@@ -187,7 +187,7 @@ def _fetch(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silences huggingface_hub, unless HF_DEBUG asks for it: what it would say is handled here."""
+    """Silence huggingface_hub's log unless HF_DEBUG is set: its warnings are handled here."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     if not constants.HF_DEBUG:

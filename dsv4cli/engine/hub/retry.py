@@ -1,4 +1,4 @@
-"""How often a request to the hub is repeated, how long it waits, and which error ends it."""
+"""Retries of hub requests: how often, after which delay, and which errors are final."""
 
 import threading
 import time
@@ -32,12 +32,11 @@ AGAIN = "run the same command again: it continues where it stopped"
 
 
 class DownloadStopped(Exception):
-    """The work was called off from elsewhere: another file failed, or the user interrupted."""
+    """The download was canceled: another file failed, or the user interrupted."""
 
 
 class BadConnection(Exception):
-    """A connection that ends before the content does, or stays open and delivers next to nothing. url: what it was
-    for, after redirection."""
+    """A connection that closes too early, or stays open and is too slow. url: the requested URL, after redirection."""
 
     def __init__(self, message: str, url: object = "") -> None:
         super().__init__(message)
@@ -45,7 +44,7 @@ class BadConnection(Exception):
 
 
 class Notices:
-    """Passes on what many requests have to say while they wait, once for all of them; safe for threads."""
+    """A thread-safe, deduplicated channel for messages of many requests that wait at the same time."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -53,7 +52,7 @@ class Notices:
         self._lock = threading.Lock()
 
     def __call__(self, text: str, seconds: float) -> None:
-        """Says it, unless the wait of an earlier one has not ended. seconds: how long this one waits."""
+        """Report the text, unless an earlier reported wait is still running. seconds: length of this wait."""
         with self._lock:
             now = time.monotonic()
             if now >= self._until:
@@ -62,18 +61,19 @@ class Notices:
 
 
 def _silent(text: str, seconds: float) -> None:
-    """Says nothing."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When a request is repeated, and when a download gives up.
+    """When to retry a request and when to give up.
 
-    attempts: failures in a row without a new byte that end it.
-    first_wait, longest_wait: seconds between attempts, doubling.
-    longest_order: the longest wait that the hub may ask for (its rate limits count in windows of 300 s).
-    stall: seconds after which a connection that delivers fewer than `slowest` bytes a second is given up.
-    report: called before each wait with what has failed and the seconds of the wait.
+    Attributes:
+        attempts: consecutive failures without a new byte that end the download.
+        first_wait, longest_wait: seconds between attempts (exponential backoff, doubling).
+        longest_order: longest wait in seconds that the hub may request (its rate limits use windows of 300 s).
+        stall: seconds after which a connection slower than `slowest` bytes/s is dropped.
+        report: called before each wait with the failure and the wait in seconds.
     """
 
     attempts: int = 6
@@ -86,7 +86,7 @@ class RetryPolicy:
 
 
 class Retrier:
-    """Counts the failures of one request, waits between them, and raises the explained error at the end."""
+    """A failure counter of one request, which waits between attempts and raises an explained error at the end."""
 
     def __init__(self, policy: RetryPolicy, stop: threading.Event, explain: Callable[[Exception], HubError]) -> None:
         self.policy = policy
@@ -95,11 +95,13 @@ class Retrier:
         self.failures = 0
 
     def advanced(self) -> None:
-        """New bytes came: the next failure counts as the first."""
+        """Reset the failure count after new bytes."""
         self.failures = 0
 
     def failed(self, error: Exception) -> None:
-        """Waits for the next try. Raises HubError when there is none, DownloadStopped when the work was called off."""
+        """Wait before the next attempt. Raises HubError if there is none left, DownloadStopped if the download was
+        canceled.
+        """
         policy = self.policy
         self.failures += 1
         order = ordered_wait(error)
@@ -112,7 +114,7 @@ class Retrier:
             raise DownloadStopped
 
     def call(self, request: Callable[[], T]) -> T:
-        """The result of a request that is repeated as a whole."""
+        """Return the result of a request, retried as a whole."""
         while True:
             try:
                 return request()
@@ -123,19 +125,19 @@ class Retrier:
 
 
 def is_local(error: Exception) -> bool:
-    """Whether an error comes from this machine's disk, not from the hub; only such carry an errno and a file name."""
+    """Return whether an error comes from the local disk, not from the hub; only those have an errno and a file name."""
     is_remote = isinstance(error, (HTTP_ERROR, ConnectionError, TimeoutError, EntryNotFoundError))
     return isinstance(error, OSError) and not is_remote and error.errno is not None
 
 
 def cause_of(error: Exception) -> Exception:
-    """huggingface_hub wraps what it met on the way to a file that it has not in its cache."""
+    """Return the underlying error, which huggingface_hub wraps for a file that is not in its cache."""
     inner = error.__cause__
     return inner if isinstance(error, LocalEntryNotFoundError) and isinstance(inner, Exception) else error
 
 
 def is_passing(error: Exception) -> bool:
-    """Whether the same request may succeed later."""
+    """Return whether a retry of the same request may succeed."""
     error = cause_of(error)
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in PASSING
@@ -143,7 +145,9 @@ def is_passing(error: Exception) -> bool:
 
 
 def ordered_wait(error: Exception) -> float | None:
-    """Seconds that the hub asks to wait, by its rate limit or by Retry-After (seconds or a date, RFC 9110 10.2.3)."""
+    """Return the seconds to wait requested by the hub: its rate limit or Retry-After (seconds or date, RFC 9110
+    10.2.3).
+    """
     error = cause_of(error)
     if not isinstance(error, HfHubHTTPError):
         return None
@@ -161,7 +165,7 @@ def ordered_wait(error: Exception) -> float | None:
 
 
 def explain(error: Exception, repository: str, revision: str | None) -> HubError:
-    """What a failed request means for the user, and what to do about it."""
+    """Return the user-facing error, with a remedy, for a failed request."""
     error = cause_of(error)
     page = f"{constants.ENDPOINT}/{repository}"
     if isinstance(error, OfflineModeIsEnabled):
@@ -195,7 +199,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
 
 
 def storage_of(error: Exception) -> str:
-    """The host that the hub has sent a request to, as https://host, where that is where it failed; else ''."""
+    """Return the storage host, as https://host, if the request failed there after a redirect; else ''."""
     try:
         asked: Any = getattr(error, "response", error)
         url = urlsplit(str(error.url if isinstance(error, BadConnection) else asked.request.url))
@@ -228,5 +232,5 @@ def _explain_status(error: HfHubHTTPError, repository: str, page: str) -> HubErr
 
 
 def _short(error: Exception) -> str:
-    """The first line of a message: huggingface_hub puts advice for its own users below."""
+    """Return the first line of a message; huggingface_hub adds advice for its own users below it."""
     return next(iter(str(error).strip().splitlines()), "no message")[:160]

@@ -1,4 +1,4 @@
-"""Which files of a repository a part of a model takes: some kinds of files, some layers."""
+"""Selection of a repository's files by kind and by layer."""
 
 import re
 from collections.abc import Mapping
@@ -25,8 +25,10 @@ OWNER = re.compile(r"(?:^|[./])(layers|mtp)\.(\d{1,9})\.", re.ASCII)
 
 @dataclass(frozen=True)
 class Selection:
-    """The part of a model to download: kinds of files, and of the weights some main layers, with or without mtp.*;
-    what lies outside the layers always belongs to it."""
+    """The part of a model to download: kinds of files, main layers, and whether to include mtp.*.
+
+    Weights outside the layers are always included.
+    """
 
     layers: range | None = None
     mtp: bool = True
@@ -34,16 +36,16 @@ class Selection:
 
     @property
     def is_whole(self) -> bool:
-        """Whether that is all of the repository."""
+        """Whether the selection is the whole repository."""
         return self == Selection()
 
     @property
     def is_all_weights(self) -> bool:
-        """Whether no tensor is left out, if weights are wanted at all."""
+        """Whether all tensors are selected, if weights are selected at all."""
         return self.layers is None and self.mtp
 
     def takes(self, tensor: str) -> bool:
-        """Whether a tensor, by its name in any layout, belongs to the part."""
+        """Return whether a tensor, by its name in any layout, is selected."""
         owner = OWNER.search(tensor)
         if owner is None:
             return True
@@ -53,7 +55,7 @@ class Selection:
 
 
 def parse_kinds(text: str) -> frozenset[FileKind]:
-    """The kinds that a list such as `config,tokenizer` names. Raises UsageError for a word that is none."""
+    """Return the file kinds in a list such as `config,tokenizer`. Raises UsageError for an unknown kind."""
     words = [word.strip() for word in text.split(",")]
     kinds = frozenset(kind for kind in KINDS if kind in words)
     unknown = next((word for word in words if word not in KINDS), None)
@@ -63,16 +65,16 @@ def parse_kinds(text: str) -> frozenset[FileKind]:
 
 
 def kind_of(name: str) -> FileKind:
-    """What kind of file a name tells."""
+    """Return the kind of a file, judged by its name."""
     return next((kind for kind, pattern in PATTERNS.items() if re.search(pattern, name)), "other")
 
 
 def select_files(listing: Listing, selection: Selection, index: Mapping[str, str]) -> tuple[RemoteFile, ...]:
-    """The files of the listing that the part takes.
+    """Return the selected files of the listing.
 
-    index: file of each tensor, needed only where not all weights are wanted or the listing is that of the cache. Raises
-    UsageError for layers that the model does not have, weights that cannot be taken in part, and a part that holds no
-    file; HubError for weights that the cache lacks.
+    index: file of each tensor, needed only if some weights are left out or the listing comes from the cache. Raises
+    UsageError for layers that the model does not have, weights that cannot be split by layer, and an empty selection;
+    HubError for weights that the cache lacks.
     """
     if listing.cached and "weights" in selection.kinds:
         of_index = {file for name, file in index.items() if selection.takes(name)}

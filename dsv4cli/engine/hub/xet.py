@@ -1,8 +1,8 @@
-"""Files in the hub's xet storage: huggingface_hub fetches them, watched, and what it leaves unfinished is not lost.
+"""Download of files in the hub's xet storage: huggingface_hub under supervision, with resume.
 
-Since version 1 huggingface_hub begins every file anew and never touches what a killed download left behind (issue
-4196); its downloads have hung at 99 % (xet-core issues 850 and 883). Both are met here: a dead unfinished file becomes
-the beginning of a plain download, which continues, and a download that stands still is left for the plain way.
+Since version 1 huggingface_hub restarts every file and never resumes the file of a killed download (issue 4196); its
+downloads have hung at 99 % (xet-core issues 850 and 883). Here, a plain download resumes from an abandoned file, and
+replaces a download that stalls.
 """
 
 import os
@@ -31,9 +31,9 @@ PAGE = 1 << 16
 
 
 def fetch(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
-    """Lets huggingface_hub fetch a file of the xet storage; False where it cannot, or fails, and nothing is there.
+    """Download a file from xet storage with huggingface_hub; return False if this is impossible, fails or stalls.
 
-    anew: what is there is wrong. Raises HubError when the hub refuses the file, DownloadStopped when called off.
+    anew: the existing file is damaged. Raises HubError if the hub refuses the file, DownloadStopped if canceled.
     """
     destination = context.destination
     if not file.sha256 or context.listing.cached or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
@@ -63,7 +63,7 @@ def fetch(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
 
 
 def adopt(destination: Destination, file: RemoteFile) -> None:
-    """Makes an unfinished file of a huggingface_hub that no longer runs the part, and removes the others."""
+    """Turn the largest unfinished file of a terminated huggingface_hub into the part to resume; remove the others."""
     leftovers = sorted(destination.leftovers(file), key=written)
     if leftovers:
         lock = destination.hub_lock(file)
@@ -85,7 +85,7 @@ def _keep(path: Path, part: Path, move: Any) -> None:
 
 
 def written(path: Path) -> int:
-    """Bytes of an unfinished file up to the first hole: hf_xet may write at several places."""
+    """Return the bytes of an unfinished file before its first hole; hf_xet may write at several offsets."""
     with path.open("rb") as file:
         end = os.fstat(file.fileno()).st_size
         if not hasattr(os, "SEEK_HOLE") or end == 0:
@@ -95,7 +95,9 @@ def written(path: Path) -> int:
 
 
 def _bar(context: DownloadContext, file: RemoteFile) -> Any:
-    """A class that huggingface_hub takes for tqdm: it counts into the meter and notes when bytes last moved."""
+    """Return a replacement for huggingface_hub's tqdm class: it updates the meter and records when bytes last
+    arrived.
+    """
 
     class Bar:
         moved = time.monotonic()
