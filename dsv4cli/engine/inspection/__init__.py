@@ -1,1 +1,1 @@
-"""What is this model, would it load, is it sound, does it fit?"""
+"""Inspection of a model: its identity, whether it loads, its integrity and its size."""

@@ -1,4 +1,4 @@
-"""Whether two checkpoints hold the same model, whatever their layouts and formats, and where not; numpy, no torch."""
+"""Comparison of two checkpoints of any layout and format, matrix by matrix; numpy, no torch."""
 
 import os
 from collections import Counter
@@ -31,10 +31,15 @@ TWINS = {".w1": ".w3", ".w3": ".w1"}
 
 @dataclass(frozen=True)
 class MatrixDiff:
-    """One matrix in A and B; A is the reference. pattern: the known mistake that explains it, '' for none.
+    """The difference of one matrix between A (the reference) and B.
 
-    forms: how A and B store it. relative_error: L2 norm of the difference over that of A. largest: largest absolute
-    error. first: the first value that differs. problem: why it cannot be compared.
+    Attributes:
+        forms: storage formats in A and B.
+        relative_error: L2 norm of the difference divided by that of A.
+        largest: largest absolute error.
+        first: the first value that differs.
+        pattern: the known mistake that explains the difference, '' for none.
+        problem: why the matrix cannot be compared.
     """
 
     name: str
@@ -52,7 +57,7 @@ class MatrixDiff:
 
 @dataclass(frozen=True)
 class FieldDiff:
-    """A field of the configuration that A and B give different values."""
+    """A configuration field with different values in A and B."""
 
     name: str
     a: Any
@@ -61,9 +66,12 @@ class FieldDiff:
 
 @dataclass(frozen=True)
 class Diff:
-    """Two models compared. matrices: in the order of the table. only_a, only_b: matrices that the files of one hold.
+    """The result of comparing two models.
 
-    nbytes: of all compared matrices in A and B together.
+    Attributes:
+        matrices: in the order of the tensor table.
+        only_a, only_b: matrices that only one of the checkpoints has.
+        nbytes: total bytes of the compared matrices in A and B.
     """
 
     a: FolderIdentity
@@ -76,18 +84,18 @@ class Diff:
 
     @property
     def same(self) -> bool:
-        """Whether both are the same model: every field and every value equal, -0 and 0 too, and no tensor missing."""
+        """Whether both models are the same: no tensor is missing, and all fields and values are equal (-0 equals 0)."""
         return not (self.fields or self.only_a or self.only_b or self.worst)
 
     @property
     def worst(self) -> list[MatrixDiff]:
-        """What cannot be compared, then what differs, the largest error first."""
+        """The matrices that cannot be compared, then those that differ, largest error first."""
         found = [matrix for matrix in self.matrices if matrix.verdict in ("different", "unreadable")]
         return sorted(found, key=lambda matrix: (matrix.verdict == "different", -matrix.relative_error))
 
     @property
     def counts(self) -> dict[MatrixVerdict, int]:
-        """Matrices by verdict."""
+        """Number of matrices per verdict."""
         census = Counter(matrix.verdict for matrix in self.matrices)
         order: tuple[MatrixVerdict, ...] = ("identical", "equal", "zero_signs", "different", "unreadable")
         return {verdict: census[verdict] for verdict in order}
@@ -96,10 +104,10 @@ class Diff:
 def diff_models(
     a: FolderIdentity, b: FolderIdentity, progress: Progress, wanted: Callable[[str], bool] = lambda name: True
 ) -> Diff:
-    """Compares two checkpoints matrix by matrix under their official names, in threads, a few rows at a time.
+    """Compare two checkpoints matrix by matrix under their official names, in threads, a few rows at a time.
 
-    progress is given bytes read and bytes in all. wanted: whether a matrix is compared, by its name. Raises nothing for
-    a matrix that cannot be read: it is part of the answer.
+    progress: called with bytes read and total bytes. wanted: filter on matrix names. A matrix that cannot be read does
+    not raise: it is reported in the result.
     """
     keep_freed_memory()
     with open_stored(a) as model_a, open_stored(b) as model_b:
@@ -146,7 +154,9 @@ def _twin(name: str, pairs: dict[str, tuple[MatrixReader, MatrixReader]]) -> Mat
 
 
 def diff_matrices(name: str, a: MatrixReader, b: MatrixReader, twin: MatrixReader | None = None) -> MatrixDiff:
-    """Compares one matrix of two checkpoints. twin: the matrix of A that may stand in its place in B."""
+    """Compare one matrix of two checkpoints. twin: the matrix of A that B may have stored under this name by
+    mistake.
+    """
     forms = (a.form, b.form)
     if a.shape != b.shape:
         return MatrixDiff(name, forms, "unreadable", problem=f"the shape is {_shape(a)} in A, {_shape(b)} in B")
@@ -176,7 +186,7 @@ def _shape(matrix: MatrixReader) -> list[int]:
 
 
 def compare_matrices(a: MatrixReader, b: MatrixReader) -> Comparison:
-    """Every value of two matrices of one shape, a few rows at a time; A is the reference."""
+    """Compare all values of two matrices of one shape, a few rows at a time; A is the reference."""
     found = Comparison()
     for rows in row_chunks(*a.shape):
         found.add(a.piece(rows).values, b.piece(rows).values, rows.start)
@@ -199,7 +209,7 @@ def _field_diffs(a: ModelConfig, b: ModelConfig) -> Iterator[FieldDiff]:
 
 
 def diff_document(found: Diff) -> dict[str, Any]:
-    """The comparison as one JSON document of schema SCHEMA; a number that is not finite is a string."""
+    """Return the comparison as a JSON document of schema SCHEMA; non-finite numbers become strings."""
     return {
         "schema": SCHEMA,
         "same": found.same,
@@ -218,7 +228,7 @@ def diff_document(found: Diff) -> dict[str, Any]:
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+    """Replace non-finite numbers by strings, because JSON has no NaN and no infinity."""
     return {
         key: _numbers(value)
         if isinstance(value, dict)

@@ -1,4 +1,4 @@
-"""Whether what was downloaded is sound, by its headers: the verdict of `inspect`, and for a part its own."""
+"""Verification of a download by its headers: as `inspect` for a whole model, by the wanted layers for a part."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +16,10 @@ from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint
 
 @dataclass(frozen=True)
 class DownloadVerdict:
-    """What the headers say. tensors: how many the model, or the part of it, must hold, 0 where nothing was compared.
+    """The result of checking the headers.
 
-    problem: the first thing that is wrong.
+    tensors: number of tensors that the model, or the part, must have; 0 if nothing was compared. problem: the first
+    problem.
     """
 
     sentence: str
@@ -27,7 +28,7 @@ class DownloadVerdict:
 
 
 def judge(plan: DownloadPlan) -> DownloadVerdict:
-    """Compares the headers of a finished download with the table of the model, as far as they were wanted."""
+    """Compare the headers of a finished download with the tensor table of the wanted layers."""
     found = _judge(plan)
     # every file is as the hub has it: to fetch it again changes nothing
     if type(found.problem) is CheckpointError and not plan.listing.cached and not _strangers(plan):
@@ -38,7 +39,7 @@ def judge(plan: DownloadPlan) -> DownloadVerdict:
 
 
 def _strangers(plan: DownloadPlan) -> set[str]:
-    """Weights in the folder that are none of the repository's."""
+    """Return the names of weight files in the folder that are not in the repository."""
     return {path.name for path in plan.destination.folder.glob("*.safetensors")} - plan.listing.by_name.keys()
 
 
@@ -64,9 +65,9 @@ def _judge_whole(source: FolderSource) -> DownloadVerdict:
 
 
 def check_part(folder: Path, selection: Selection) -> DownloadVerdict:
-    """Compares the headers in a folder, of which files may be missing, with the table of the wanted layers.
+    """Compare the headers in a partial folder with the tensor table of the wanted layers.
 
-    Tensors of other layers, which come along in shared files, are right when the table of the whole model has them.
+    Tensors of other layers in shared files are accepted if the table of the whole model has them.
     """
     try:
         found = recognise(folder)

@@ -1,7 +1,7 @@
-"""Which known mistake made two versions of a matrix differ; numpy, no torch.
+"""Detection of the known mistake that made two versions (A and B) of a matrix differ; numpy, no torch.
 
-The mistakes are those of converters and loaders of this model: nibbles in the wrong order, scales lost or misread,
-values rounded on the way. The two versions are called A and B.
+These are mistakes of converters and loaders of this model: nibbles in the wrong order, scales lost or misread, values
+rounded in between.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ FEW = 32
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sentence, and whether it is true of the same rows of A and B."""
+    """A sentence that describes a mistake, and a function that tests it on the same rows of A and B."""
 
     words: str
     fits: Fits
@@ -35,9 +35,9 @@ class Pattern:
 # values may be NaN or infinite
 @np.errstate(over="ignore", invalid="ignore")
 def explain(a: MatrixReader, b: MatrixReader, row: int, twin: MatrixReader | None = None) -> str:
-    """The known mistake that explains every difference of two matrices of one shape, as a sentence; '' for none.
+    """Return a sentence on the known mistake that explains every difference of two same-shape matrices; '' for none.
 
-    row: where they differ. twin: a matrix of A whose place in B may have been mixed up with this one.
+    row: a row in which they differ. twin: a matrix of A that B may have stored under this name by mistake.
     """
     if "i64" in (a.form, b.form):
         return ""
@@ -55,7 +55,7 @@ def explain(a: MatrixReader, b: MatrixReader, row: int, twin: MatrixReader | Non
 
 
 def _candidates(first: MatrixRows, second: MatrixRows, twin: MatrixReader | None) -> Iterator[Pattern]:
-    """What says more comes first."""
+    """Yield the patterns to test, the most specific first."""
     yield Pattern("columns 2j and 2j+1 are exchanged: nibbles in the wrong order", _pairs_exchanged)
     for words, fits in ONE_SIDED.items():
         yield Pattern(words.format("B"), fits)
@@ -87,14 +87,14 @@ def _rounded_to_bf16(source: MatrixRows, harmed: MatrixRows) -> bool:
 
 
 def _bf16(values: Values) -> Values:
-    """Rounded to nearest, ties to even, but for NaN, which stays."""
+    """Round to bf16, to nearest with ties to even; NaN is kept."""
     bits = values.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return np.where(np.isnan(values), values, rounded.view(np.float32))
 
 
 def _codes(piece: MatrixRows) -> Values | None:
-    """The values that the codes have without their scale; None for a format without scales."""
+    """Return the values of the codes without their scale; None for a format without scales."""
     raw = dict(piece.raw)
     if piece.form in ("fp4", "fp8"):
         return decode(piece.form, raw | {"scale": np.full_like(raw["scale"], E8M0_BIAS)})
@@ -118,7 +118,7 @@ def _scale_bytes_as_numbers(source: MatrixRows, harmed: MatrixRows) -> bool:
 
 
 def _per_value(piece: MatrixRows, scale: Values) -> Values:
-    """A block scale, of fp4 or fp8, repeated for every value."""
+    """Expand an fp4 or fp8 block scale to one scale per value."""
     rows, columns = piece.values.shape
     if piece.form == "fp4":
         return scale.repeat(FP4_BLOCK, axis=1)
@@ -147,7 +147,10 @@ ONE_SIDED: dict[str, Fits] = {
 
 
 def _factor(first: Values, second: Values) -> Pattern | None:
-    """One number that B is A times, seen in the largest value of A; of a few values, that would say nothing."""
+    """Return a pattern if B is A times a constant, estimated at the largest value of A.
+
+    None for matrices with too few values to tell.
+    """
     if first.size < FEW:
         return None
     finite = np.where(np.isfinite(first) & np.isfinite(second), np.abs(first), 0)

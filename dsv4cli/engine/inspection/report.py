@@ -1,4 +1,4 @@
-"""One look at a model without reading a weight: what it is, whether it would load, how large it is; no torch."""
+"""Inspection of a model without reading weights: its identity, whether it would load, its size; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,11 +27,14 @@ LONGEST = 200
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known about a model. `problem`: why it would not load, or of a file, why it is not sound.
+    """What is known about a model.
 
-    identity and sizes are None when the folder does not even tell which model it holds. coverage is that of the layout
-    that the folder has, of a file only of its own tensors; a model of random weights has none. contents: what a file
-    holds. refused: whether the problem is one of the whole, which no list of tensors tells.
+    Attributes:
+        identity, sizes: None if the folder does not identify a model.
+        coverage: tensors compared with the stored layout (for a file, only its own); None for random weights.
+        contents: what a single file contains.
+        problem: why the model would not load, or why a file is damaged.
+        refused: whether the problem concerns the whole model, so that no list of tensors would show it.
     """
 
     source: Inspectable
@@ -45,21 +48,22 @@ class Inspection:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether everything is there, in a layout that other programs run and dsv4 does not."""
+        """Whether the checkpoint is complete, in a layout that other programs run and dsv4 does not."""
         return self.refused and self.coverage is not None and self.coverage.complete
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What does not keep dsv4 from loading it and may mislead another program."""
+        """Notes on what dsv4 can load but may mislead another program."""
         identity = self.identity
         return (*identity.contradictions, *identity.aliases) if isinstance(identity, FolderIdentity) else ()
 
 
 def inspect_model(source: Inspectable) -> Inspection:
-    """Identifies the model and compares its headers with the table; a problem is part of the answer, not an error.
+    """Identify the model and compare its headers with the tensor table; a problem is part of the result.
 
-    What `dsv4 convert` reads and the engine does not run is described all the same. Raises HubError for a repository
-    whose headers the hub does not give.
+    A layout that only `dsv4 convert` reads is described too. Raises HubError for a repository whose headers the hub
+    does
+    not serve.
     """
     if isinstance(source, FileSource):
         return _inspect_file(source)
@@ -98,7 +102,7 @@ def inspect_model(source: Inspectable) -> Inspection:
 
 
 def _inspect_file(source: FileSource) -> Inspection:
-    """The header of a file; its tensors against those of the model where there is a configuration beside it."""
+    """Inspect the header of a file, and compare its tensors with the model if a configuration is in the same folder."""
     try:
         infos = source.checkpoint.tensors
         has_config = any((source.file.parent / name).is_file() for name in CONFIGS)
@@ -115,7 +119,9 @@ def _inspect_file(source: FileSource) -> Inspection:
 
 
 def _present(table: Mapping[str, TensorSpec], names: Mapping[str, object]) -> list[tuple[str, TensorSpec]]:
-    """The tensors of the table that a file holds; one whose weight or scale is in another file stands alone."""
+    """Return the tensors of the table that a file contains; a weight or scale whose partner is in another file is
+    alone.
+    """
     kept: list[tuple[str, TensorSpec]] = []
     for parts in matrices(table.values()).values():
         present = [spec for spec in parts.values() if spec.name in names]
@@ -125,7 +131,7 @@ def _present(table: Mapping[str, TensorSpec], names: Mapping[str, object]) -> li
 
 
 def schedule(ratios: tuple[int, ...]) -> str:
-    """The ratios of the layers with repeated pairs counted, as in `0 0 (4 128)×20 4`."""
+    """Return the compression ratios of the layers with repeated pairs counted, as in `0 0 (4 128)×20 4`."""
     words, at = [], 0
     while at < len(ratios):
         pair, repeats, equal = ratios[at : at + 2], 1, 1
@@ -146,7 +152,7 @@ def schedule(ratios: tuple[int, ...]) -> str:
 
 
 def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The inspection as one JSON document of schema SCHEMA; what is not known or not asked for is null."""
+    """Return the inspection as a JSON document of schema SCHEMA; unknown or unrequested fields are null."""
     source, problem = result.source, result.problem
     return {
         "schema": SCHEMA,
@@ -188,7 +194,7 @@ def _identity(identity: Identity) -> dict[str, Any]:
 
 
 def _gguf(identity: GgufIdentity) -> dict[str, Any]:
-    """The metadata of GGUF files: of a long list its length, of a long text its beginning."""
+    """Return GGUF metadata for the document: a long list as its length, a long text as its beginning."""
 
     def short(value: Any) -> Any:
         if isinstance(value, list) and len(value) > LONGEST:

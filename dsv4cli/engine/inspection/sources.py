@@ -1,4 +1,4 @@
-"""What `dsv4 inspect` may look at: what runs, one file, or a repository on the hub by its headers alone; no torch."""
+"""What `dsv4 inspect` accepts: any runnable model, one file, or a hub repository by its headers; no torch."""
 
 import os
 from dataclasses import dataclass, field
@@ -29,31 +29,33 @@ SCHEME = "hf://"
 
 
 def _silent(text: str) -> None:
-    """Says nothing."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
 class FileSource:
-    """One safetensors file; `name` is what the user called it."""
+    """One safetensors file; `name` is the user's text for it."""
 
     name: str
     file: Path
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The headers of the file, whose configuration need not be there. Raises CheckpointError for a damaged one."""
+        """The headers of the file; its folder needs no configuration. Raises CheckpointError for a damaged file."""
         return scan_file(self.file)
 
     @cached_property
     def identity(self) -> FolderIdentity:
-        """The model that the file is a part of, by config.json beside it. Raises what `recognise` raises."""
+        """The model that the file belongs to, by the config.json in its folder. Raises as `recognise`."""
         return recognise(self.file.parent, lambda folder: self.checkpoint)
 
 
 @dataclass(frozen=True)
 class RemoteSource:
-    """A repository on the hub of which headers and configuration are read, at the first question; `name` is what the
-    user called it. say: hears of a request that is repeated."""
+    """A hub repository whose headers and configuration are fetched at first use.
+
+    name: the user's text for it. say: called when a request is retried.
+    """
 
     name: str
     say: "Callable[[str], None]" = field(default=_silent, compare=False)
@@ -66,19 +68,21 @@ class RemoteSource:
 
     @cached_property
     def identity(self) -> FolderIdentity:
-        """What the repository holds; its paths are names on the hub. Raises what `identify` raises, and HubError."""
+        """The identity of the repository's model; its paths are names on the hub. Raises as `identify`, and
+        HubError.
+        """
         return self._told(lambda remote: identify(remote.folder, lambda folder: whole(remote.checkpoint)))
 
     @cached_property
     def recognised(self) -> FolderIdentity:
-        """The same in any layout that `dsv4 convert` reads. Raises what `recognise` raises, and HubError."""
+        """The identity in any layout that `dsv4 convert` reads. Raises as `recognise`, and HubError."""
         return self._told(lambda remote: recognise(remote.folder, lambda folder: remote.checkpoint))
 
     @cached_property
     def headers(self) -> "RemoteHeaders":
-        """What came over the network: the headers, the listing, a temporary folder with the small files.
+        """The fetched headers, with the listing and a temporary folder of the small files.
 
-        Raises CheckpointError for headers that are damaged, and HubError.
+        Raises CheckpointError for damaged headers, and HubError.
         """
         from dsv4cli.engine.hub import retry
         from dsv4cli.engine.hub.headers import remote_headers
@@ -100,10 +104,10 @@ Inspectable = FolderSource | FileSource | RemoteSource | RandomSource
 
 
 def resolve_inspectable(text: str, say: "Callable[[str], None]" = _silent) -> Inspectable:
-    """Finds what `text` names: as `resolve_model`, or a safetensors file, or `hf://org/name[@revision]`; a repository
-    that is not in the cache is read over the network later, unless huggingface_hub is offline.
+    """Return the source that `text` names: as `resolve_model`, or a safetensors file, or `hf://org/name[@revision]`.
 
-    say: hears meanwhile of a request that is repeated. Raises what `resolve_model` raises.
+    A repository that is not in the cache is read over the network later, unless huggingface_hub is offline. say: called
+    when a request is retried. Raises as `resolve_model`.
     """
     path = Path(os.path.expanduser(text))
     if path.suffix == ".safetensors" and os.path.isfile(path):

@@ -1,4 +1,4 @@
-"""The table of a model as people read it: layer by layer, experts and equal layers folded; no torch."""
+"""The tensor table of a model for people: layer by layer, with experts and equal layers grouped; no torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Entry:
-    """A matrix with its scales, or as many equal ones as the layer has experts; sizes are those of all of them.
+    """A matrix with its scales, or the equal matrices of a layer's experts; sizes are totals.
 
     name: without the layer. shape: of the values. dtypes: of the weight and its scales.
     """
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layers:
-    """Equal layers: their numbers, what kind they are, what each of them holds. part: layers or mtp."""
+    """Equal layers: their numbers, their kind and the entries of each. part: layers or mtp."""
 
     part: str
     numbers: tuple[int, ...]
@@ -45,30 +45,30 @@ class Layers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one of them."""
+        """Bytes of one layer."""
         return sum(entry.nbytes for entry in self.entries)
 
     @property
     def tensors(self) -> int:
-        """Tensors of one of them, scales included."""
+        """Number of tensors of one layer, scales included."""
         return sum(entry.tensors for entry in self.entries)
 
     @property
     def title(self) -> str:
-        """As in `layers.3, 5, ..., 41: HCA, scored`."""
+        """Title of the group, as in `layers.3, 5, ..., 41: HCA, scored`."""
         return f"{self.part}.{numbers_text(self.numbers)}: {self.kind}"
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The tensors outside the layers, and the layers, equal ones together."""
+    """The tensors outside the layers, and the layers, equal ones grouped."""
 
     outside: tuple[Entry, ...]
     layers: tuple[Layers, ...]
 
 
 def make_tree(config: ModelConfig, specs: Iterable[TensorSpec]) -> Tree:
-    """Folds the table of a model, `expected_tensors(config, …).values()`."""
+    """Group the tensor table of a model, `expected_tensors(config, …).values()`."""
     outside: dict[str, Mapping[Role, TensorSpec]] = {}
     blocks: dict[tuple[str, int], dict[str, Mapping[Role, TensorSpec]]] = {}
     for name, parts in matrices(specs).items():
@@ -86,7 +86,7 @@ def make_tree(config: ModelConfig, specs: Iterable[TensorSpec]) -> Tree:
 
 
 def one_layer(config: ModelConfig, specs: Iterable[TensorSpec], name: str) -> Layers:
-    """The layer that a user calls `3` or `mtp.0`. Raises UsageError when there is none."""
+    """Return the layer that a user names as `3` or `mtp.0`. Raises UsageError for an unknown layer."""
     part, _, number = name.removeprefix("layers.").rpartition(".")
     part = part or "layers"
     for layers in make_tree(config, specs).layers:
@@ -97,14 +97,14 @@ def one_layer(config: ModelConfig, specs: Iterable[TensorSpec], name: str) -> La
 
 
 def layer_kind(config: ModelConfig, part: str, number: int) -> str:
-    """Which attention a layer has and how it chooses experts, in words."""
+    """Describe the attention of a layer and how it selects experts."""
     is_main = part == "layers"
     ratio = config.layer_ratios[number] if is_main else 0
     return f"{KINDS[ratio]}, {'hash' if is_main and config.is_hash_layer(number) else 'scored'}"
 
 
 def numbers_text(numbers: tuple[int, ...]) -> str:
-    """Ascending numbers in short: `0-2`, `3, 5, ..., 41`, `1, 4`."""
+    """Abbreviate ascending numbers: `0-2`, `3, 5, ..., 41`, `1, 4`."""
     words, at = [], 0
     while at < len(numbers):
         run = [numbers[at]]
@@ -146,7 +146,7 @@ def _entry(name: str, parts: Mapping[Role, TensorSpec]) -> Entry:
 
 
 def tree_section(tree: Tree) -> dict[str, Any]:
-    """The section `tree` of the document."""
+    """Return the section `tree` of the document."""
     return {
         "outside": [asdict(entry) for entry in tree.outside],
         "layers": [layers_section(layers) for layers in tree.layers],
@@ -154,7 +154,7 @@ def tree_section(tree: Tree) -> dict[str, Any]:
 
 
 def layers_section(layers: Layers) -> dict[str, Any]:
-    """The section `layer` of the document, and a part of `tree`: sizes are those of one layer."""
+    """Return the section `layer` of the document, also used in `tree`; sizes are those of one layer."""
     return {
         "part": layers.part,
         "numbers": list(layers.numbers),

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint: where it is, how it is stored, what its values look like; numpy, no torch."""
+"""One tensor of a checkpoint: its location, storage format and value statistics; numpy, no torch."""
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -38,7 +38,10 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Bytes `begin` to `end` of a file. role: which part of the matrix. note: which part of that, where it is cut."""
+    """Bytes `begin` to `end` of a file.
+
+    role: role of the tensor in the matrix. note: where the matrix is in a sharded or stacked tensor.
+    """
 
     name: str
     role: Role
@@ -52,9 +55,12 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class MatrixValues:
-    """What a matrix holds. exponents: how often its power-of-two scales have each. first: of the first row.
+    """Statistics of a matrix.
 
-    histogram: [low, high, count] of equal steps; the outer ones count what lies beyond, too.
+    Attributes:
+        exponents: count of each exponent among its power-of-two scales.
+        first: first values of the first row.
+        histogram: [low, high, count] of equal bins; the outer bins include the values beyond them.
     """
 
     statistics: Statistics
@@ -66,9 +72,13 @@ class MatrixValues:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor with its scales. shape: of its values. holds: the tensors of the table in a stacked one, by name.
+    """A tensor with its scales.
 
-    family: '' where the table has no such tensor. values: None where the files are not here, or hold several.
+    Attributes:
+        shape: shape of its values.
+        holds: names of the table's tensors that a stacked tensor contains.
+        family: '' if the table has no such tensor.
+        values: None if the files are not local or the tensor contains several matrices.
     """
 
     name: str
@@ -81,10 +91,11 @@ class TensorView:
 
 
 def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) -> TensorView:
-    """The matrix that `name` belongs to: its official name, that of its weight or scale, or a stored name.
+    """Return the matrix that `name` belongs to: its official name, that of its weight or scale, or a stored name.
 
-    progress is given bytes read and bytes to read; None reads headers only. Raises UsageError for a name that is not
-    there, with the nearest ones, CheckpointError for what cannot be read.
+    progress: called with bytes read and total bytes; None reads headers only. Raises UsageError for an unknown name,
+    with
+    the most similar names, and CheckpointError for what cannot be read.
     """
     checkpoint = identity.checkpoint
     with open_stored(identity) as model:
@@ -112,14 +123,14 @@ def view_tensor(identity: FolderIdentity, name: str, progress: Progress | None) 
 
 
 def view_header(checkpoint: Checkpoint, name: str) -> TensorView:
-    """A tensor of files without a configuration. Raises UsageError for a name that is not there."""
+    """Return a tensor of files without a configuration. Raises UsageError for an unknown name."""
     if name not in checkpoint.tensors:
         raise _not_there(name, checkpoint, checkpoint.tensors.keys())
     return _header_only(checkpoint.tensors[name], [])
 
 
 def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str) -> list[TensorSpec]:
-    """The tensors of the table that a name means: one by its own name, or those that are stored under it."""
+    """Return the table's tensors for a name: one by its official name, or all that are stored under it."""
     for known in (name, f"{name}.weight"):
         if known in specs:
             return [specs[known]]
@@ -131,7 +142,7 @@ def _owners(identity: FolderIdentity, specs: Mapping[str, TensorSpec], name: str
 
 
 def _stored_names(identity: FolderIdentity, model: StoredModel, spec: TensorSpec) -> Iterator[str]:
-    """Where the parts of a matrix should be."""
+    """Yield the names under which the parts of a matrix should be stored."""
     for part in model.matrices()[spec.matrix].values():
         yield from (location.name for location in identity.naming.locations(part))
 
@@ -165,7 +176,7 @@ def _extent(info: TensorInfo, location: Location, spec: TensorSpec) -> tuple[int
 
 
 def _look(matrix: MatrixReader, experts: int, progress: Progress) -> MatrixValues:
-    """Two passes: the statistics, then the histogram between bounds that come from them."""
+    """Read a matrix twice: for the statistics, then for the histogram with bounds from the statistics."""
     measurement = Measurement(matrix, experts)
     table, total, done = Statistics(), 2 * matrix.nbytes, 0
     for rows in whole_rows(matrix):
@@ -191,7 +202,7 @@ def _look(matrix: MatrixReader, experts: int, progress: Progress) -> MatrixValue
 
 
 def _edges(statistics: Statistics, *, whole: bool) -> NDArray[np.float64]:
-    """The bounds of the bins: the range of the values, cut off where almost none are."""
+    """Return the bin edges: the range of the values, without tails that have almost no values."""
     if not statistics.finite:
         return np.array([0.0, 1.0])
     low, high = statistics.low, statistics.high
@@ -216,7 +227,7 @@ def _not_there(name: str, checkpoint: Checkpoint, names: Collection[str]) -> Usa
 
 
 def nearest(name: str, names: Collection[str], count: int = 2) -> list[str]:
-    """The names that look most like this one: first what the tensor is called, then its layer and its expert."""
+    """Return the most similar names, ranked by the tensor's own name, then its layer and expert."""
     kinds: dict[str, list[str]] = {}
     for other in names:
         kinds.setdefault(NUMBER.sub("#", other), []).append(other)
@@ -230,7 +241,7 @@ def nearest(name: str, names: Collection[str], count: int = 2) -> list[str]:
 
 
 def tensor_section(view: TensorView) -> dict[str, Any]:
-    """The section `tensor` of the document."""
+    """Return the section `tensor` of the document."""
     values = view.values
     return {
         "name": view.name,
