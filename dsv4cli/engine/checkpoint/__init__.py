@@ -1,1 +1,1 @@
-"""What is stored, under which name, in which format, cut how? No torch."""
+"""Checkpoints: tensor names, storage formats, layouts and sharding; no torch."""

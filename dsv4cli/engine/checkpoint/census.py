@@ -1,4 +1,4 @@
-"""In which formats the weights of a checkpoint are, as the headers of most of them tell; no torch."""
+"""Detection of a checkpoint's storage formats by a majority of its headers; no torch."""
 
 import re
 from collections import Counter
@@ -24,7 +24,7 @@ MATRIX_FORMATS: tuple[FormatName, ...] = ("fp8", "fp8_f32", "nvfp4", "bf16", "f3
 
 
 def stored_formats(checkpoint: Checkpoint) -> Formats:
-    """The storage format of most weights of each kind; the others count as mistyped (see coverage)."""
+    """Return the storage format of most weights of each kind; the others count as mistyped (see `coverage`)."""
     found: dict[str, Any] = {}
     for field, pattern in FORMAT_SIGNS.items():
         sign = re.compile(pattern)
@@ -38,7 +38,9 @@ def stored_formats(checkpoint: Checkpoint) -> Formats:
 
 
 def _format(checkpoint: Checkpoint, field: str, weights: list[str]) -> FormatName:
-    """The storage format of most of these weights: by their dtype and, where several have it, that of their scales."""
+    """Return the storage format of most of these weights, by their dtype and, if ambiguous, the dtype of their
+    scales.
+    """
     dtype = Counter(checkpoint.tensors[name].dtype for name in weights).most_common(1)[0][0]
     allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
     scale = _scale_dtype(checkpoint, weights, ("scale", "weight_scale") if dtype in CODE_DTYPES else ("scale",))
@@ -65,7 +67,7 @@ def _format(checkpoint: Checkpoint, field: str, weights: list[str]) -> FormatNam
 
 
 def _scale_dtype(checkpoint: Checkpoint, weights: list[str], roles: tuple[str, ...]) -> str:
-    """Return the dtype of most scales with these roles, '' where these weights have none."""
+    """Return the dtype of most scales with these roles, '' if these weights have none."""
     census = Counter[str]()
     for weight in weights:
         matrix = weight.removesuffix("_packed").removesuffix(".weight")
@@ -75,7 +77,7 @@ def _scale_dtype(checkpoint: Checkpoint, weights: list[str], roles: tuple[str, .
 
 
 def dtype_aliases(checkpoint: Checkpoint, formats: Formats) -> dict[str, str]:
-    """Return the dtype of each tensor that may hold codes or e8m0 scales under another dtype than usual, by name."""
+    """Return the header dtype, by name, of each tensor that may hold codes or e8m0 scales under an unusual dtype."""
     usual, drafter = STORAGE[formats.experts].dtype, STORAGE[formats.drafter].dtype
     found = {name: info.dtype for name, info in checkpoint.tensors.items() if info.dtype in CODE_DTYPES}
 
@@ -90,7 +92,7 @@ def dtype_aliases(checkpoint: Checkpoint, formats: Formats) -> dict[str, str]:
 
 
 def alias_notes(aliases: Mapping[str, str], formats: Formats) -> Iterator[str]:
-    """Yield a sentence for each dtype that stands for another with the same bytes. aliases: as `dtype_aliases`."""
+    """Yield a sentence for each unusual dtype with the same bytes as the usual one. aliases: from `dtype_aliases`."""
     codes, scales = Counter[tuple[FormatName, str]](), Counter[str]()
     for name, dtype in aliases.items():
         if name.endswith(".scale"):

@@ -1,4 +1,4 @@
-"""How far two versions of the same values are apart: counts, errors and the first difference; numpy, no torch."""
+"""Comparison of two versions of the same values: counts, errors and the first difference; numpy, no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ SAFE_SQUARES = (1e-20, 1e30)
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """Where two matrices differ for the first time, row by row, and the values there."""
+    """The first position, in row order, at which two matrices differ, and both values."""
 
     row: int
     column: int
@@ -28,11 +28,15 @@ class FirstDifference:
 
 
 class Comparison:
-    """Two matrices compared piece by piece; the first is the reference.
+    """A chunked comparison of two matrices; the first is the reference.
 
-    values: compared so far. different: those whose numbers differ. zero_signs: zeros of different sign, which are equal
-    as numbers. largest: the largest absolute error. NaN equals NaN, whatever its payload; where one of two different
-    values is not finite, the errors are infinite.
+    NaN equals NaN with any payload. If one of two different values is not finite, the errors are infinite.
+
+    Attributes:
+        values: number of values compared so far.
+        different: number of values that differ as numbers.
+        zero_signs: number of zeros with different signs, which are equal as numbers.
+        largest: largest absolute error.
     """
 
     def __init__(self) -> None:
@@ -46,17 +50,17 @@ class Comparison:
 
     @property
     def exact(self) -> bool:
-        """Whether every value is the same bit for bit, -0 included."""
+        """Whether all values are bit-exact, -0 included."""
         return not self.different and not self.zero_signs
 
     @property
     def equal(self) -> bool:
-        """Whether every number is the same, with -0 equal to 0."""
+        """Whether all values are equal as numbers (-0 equals 0)."""
         return not self.different
 
     @property
     def relative_error(self) -> float:
-        """L2 norm of the difference over that of the reference; infinite against a reference of zeros."""
+        """L2 norm of the difference divided by that of the reference; infinite for a zero reference."""
         if self.equal:
             return 0.0
         if not self._squared_reference or not isfinite(self._squared_error):
@@ -65,12 +69,14 @@ class Comparison:
 
     @property
     def share(self) -> float:
-        """The share of the values that differ."""
+        """Fraction of the values that differ."""
         return self.different / self.values if self.values else 0.0
 
     def add(self, first: Values, second: Values, row0: int) -> None:
-        """Compares the rows from `row0` on: both arrays [rows, columns], float32 (as `values.decode` gives) or int64,
-        C-contiguous."""
+        """Compare the rows starting at `row0`.
+
+        first, second: C-contiguous arrays [rows, columns], float32 (from `values.decode`) or int64.
+        """
         assert first.shape == second.shape, (first.shape, second.shape)
         assert first.dtype == second.dtype, (first.dtype, second.dtype)
         self.values += first.size
@@ -82,7 +88,7 @@ class Comparison:
     # values may be NaN or infinite
     @np.errstate(over="ignore", invalid="ignore")
     def _add_different(self, first: Values, second: Values, row0: int, indices: NDArray[np.intp]) -> None:
-        """indices: flat indices of the values whose bits differ."""
+        """Add the values whose bits differ. indices: their flat indices."""
         ours, theirs = (array.reshape(-1)[indices].astype(np.float64) for array in (first, second))
         if first.dtype == np.float32:
             signs = (ours == 0) & (theirs == 0)
@@ -102,7 +108,7 @@ class Comparison:
 
 
 def row_chunks(rows: int, columns: int) -> Iterator[slice]:
-    """The rows of a matrix in pieces of about CHUNK values that begin at multiples of 128, as fp8 scales need them."""
+    """Yield row slices of about CHUNK values that start at multiples of 128, as fp8 scales require."""
     step = max(CHUNK // (FP8_BLOCK * max(columns, 1)), 1) * FP8_BLOCK
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -113,7 +119,7 @@ def _bits(array: Values) -> Values:
 
 
 def _sum_of_squares(array: Values) -> float:
-    """Of the finite values; in float32 where its range is enough."""
+    """Return the sum of squares of the finite values, in float32 if its range suffices."""
     low, high = SAFE_SQUARES
     if array.dtype == np.float32:
         with np.errstate(over="ignore", invalid="ignore"):

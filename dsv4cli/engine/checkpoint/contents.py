@@ -1,4 +1,4 @@
-"""What files hold, by their headers: tensors and bytes by dtype, and by family where the model is known; no torch."""
+"""Contents of files by their headers: tensors and bytes by dtype, and by family for a known model; no torch."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -10,7 +10,7 @@ from dsv4cli.engine.checkpoint.layout import TensorSpec
 
 @dataclass(frozen=True)
 class Contents:
-    """Tensors and bytes. The mappings go from dtype or family to bytes, largest first; no family is ''."""
+    """Numbers of tensors and bytes. The mappings are from dtype or family ('' for none) to bytes, largest first."""
 
     tensors: int
     nbytes: int
@@ -19,7 +19,7 @@ class Contents:
 
 
 def add_up(infos: Collection[TensorInfo], table: Mapping[str, TensorSpec]) -> Contents:
-    """Adds headers up. table: the known tensors by their stored names."""
+    """Sum up headers. table: the known tensors by their stored names."""
     dtypes: Counter[str] = Counter()
     families: Counter[str] = Counter()
     for info in infos:

@@ -1,4 +1,4 @@
-"""Whether the tensors of a folder are exactly the model's: nothing missing, left over or different; no torch."""
+"""Comparison of a folder's tensors with the model's: missing, unexpected and mismatched tensors; no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dsv4cli.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not as the model needs it; `found` and `expected` are a dtype or a shape."""
+    """A tensor with a wrong dtype or shape; `found` and `expected` are that dtype or shape."""
 
     name: str
     found: str
@@ -21,11 +21,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What is wrong with the tensors of one checkpoint; it loads when every list is empty.
+    """The problems with a checkpoint's tensors; it loads if every list is empty.
 
-    missing, unexpected: names. unpaired_scales: a scale whose weight is there and it is not, or the reverse; the former
-    does not count as missing. index_problems: what index and files disagree on about the tensors that are there.
-    repair: the file to fetch again for the first problem, '' where nobody can know.
+    Attributes:
+        missing, unexpected: tensor names.
+        unpaired_scales: scales without their weight, and missing scales of existing weights (not in `missing`).
+        index_problems: disagreements between index and files about existing tensors.
+        repair: the file to download again for the first problem, '' if unknown.
     """
 
     folder: str
@@ -40,17 +42,17 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Whether the model takes every tensor, and every tensor of the model is there."""
+        """Whether the checkpoint has exactly the tensors of the model."""
         return not self.count
 
     @property
     def count(self) -> int:
-        """How many problems there are."""
+        """Number of problems."""
         lists = (self.missing, self.unpaired_scales, self.misshapen, self.mistyped, self.unexpected)
         return sum(map(len, lists)) + len(self.index_problems)
 
     def sentences(self) -> Iterator[str]:
-        """Every problem in words, one after another."""
+        """Yield a sentence for every problem."""
         yield from (f"tensor {name} is missing" for name in self.missing)
         weights = set(self.missing)
         for name in self.unpaired_scales:
@@ -62,7 +64,7 @@ class Coverage:
         yield from self.index_problems
 
     def problem(self) -> CheckpointError | None:
-        """The first problem, with the number of the others and the remedy; None when the checkpoint loads."""
+        """Return the first problem, with the number of others and a remedy; None if the checkpoint loads."""
         if self.complete:
             return None
         others = {0: "", 1: " (and 1 more problem)"}.get(self.count - 1, f" (and {self.count - 1:,} more problems)")
@@ -70,7 +72,7 @@ class Coverage:
         return CheckpointError(f"{self.folder}: {next(self.sentences())}{others}", remedy)
 
     def raise_if_incomplete(self) -> None:
-        """Raises the first problem, if there is one."""
+        """Raise the first problem, if any."""
         problem = self.problem()
         if problem:
             remedy = f"{problem.remedy}; {look(self.folder)} shows all that is wrong"
@@ -78,8 +80,10 @@ class Coverage:
 
 
 def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> Coverage:
-    """Compares the headers with the table of the model (`expected_tensors`): names, dtypes, shapes, pairs of weight and
-    scale, the index."""
+    """Compare the headers with the model's tensor table (`expected_tensors`).
+
+    Checks names, dtypes, shapes, pairs of weight and scale, and the index.
+    """
     infos = checkpoint.tensors
     weights = {spec.matrix: name for name, spec in specs.items() if spec.columns and not spec.is_scale}
     of_scale = {name: weights[spec.matrix] for name, spec in specs.items() if spec.is_scale and spec.matrix in weights}

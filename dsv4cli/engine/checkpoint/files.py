@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint's files, read from several threads at once; no torch."""
+"""Thread-safe reads of a checkpoint's files; no torch."""
 
 import errno
 import os
@@ -12,7 +12,7 @@ from dsv4cli.errors import CheckpointError
 
 
 class Files:
-    """Files of checkpoints, opened when they are first read; as a context manager, checked and closed at its end."""
+    """Checkpoint files that are opened at their first read; as a context manager, checked and closed on exit."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -25,7 +25,7 @@ class Files:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raises CheckpointError for a file that somebody has changed since it was first read."""
+        """Close the files. Raises CheckpointError for a file that was modified since its first read."""
         try:
             if kind is None:
                 self._check_unchanged()
@@ -33,7 +33,7 @@ class Files:
             self.close()
 
     def close(self) -> None:
-        """Closes every file; what is read afterwards opens its file again."""
+        """Close every file; a later read opens its file again."""
         with self._lock:
             for descriptor in self._descriptors.values():
                 os.close(descriptor)
@@ -41,9 +41,9 @@ class Files:
             self._stamps.clear()
 
     def read(self, info: TensorInfo, begin: int, into: memoryview) -> None:
-        """Fills `into`, unsigned bytes, from byte `begin` of a tensor on; other threads run meanwhile.
+        """Fill `into` (unsigned bytes) with the bytes of a tensor from offset `begin`; other threads keep running.
 
-        Raises CheckpointError for a file that cannot be read or that ends before.
+        Raises CheckpointError for a file that cannot be read or is too short.
         """
         done = 0
         try:
@@ -74,7 +74,7 @@ class Files:
 
 
 def check_unchanged(path: Path, before: Stamp) -> None:
-    """Raises CheckpointError unless the file with this name is the one that was read, as it was."""
+    """Raise CheckpointError if the file was replaced or modified since it was read."""
     try:
         now = stamp(os.stat(path))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What is like a checkpoint of this model and is not: other models, other tools' exports, and their signs; no torch."""
+"""Checkpoints that resemble this model but are not supported: other models, other tools' exports; no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ OTHER_MODELS = {
 
 @dataclass(frozen=True)
 class Foreign:
-    """What is no known layout of this model."""
+    """A checkpoint that has no known layout of this model."""
 
     what: str
     remedy: str = OFFICIAL
@@ -52,6 +52,6 @@ FOREIGN_TENSORS = {
 
 
 def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
-    """The refusal of what a folder holds by its name. sign: what tells it."""
+    """Return the error that names what a folder contains. sign: the evidence for it."""
     remedy = foreign.remedy.format(folder=folder_word(folder))
     return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)

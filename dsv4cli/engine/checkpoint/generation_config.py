@@ -1,4 +1,4 @@
-"""How a checkpoint asks to be sampled: its generation_config.json; no torch."""
+"""The sampling defaults of a checkpoint, from its generation_config.json; no torch."""
 
 import json
 import reprlib
@@ -12,12 +12,12 @@ from dsv4cli.errors import CheckpointError, UsageError
 
 
 def own_sampling(folder: Path) -> Sampling:
-    """Return the sampling that a checkpoint's generation_config.json asks for; temperature 1 where it has none.
+    """Return the sampling defaults in a checkpoint's generation_config.json; temperature 1 if it has none.
 
     A key that is null counts as absent, as in transformers.
 
     Raises:
-        CheckpointError: the file holds something else.
+        CheckpointError: the file is invalid.
     """
     path = folder / "generation_config.json"
     if not path.exists():
@@ -34,7 +34,7 @@ def own_sampling(folder: Path) -> Sampling:
 
 
 def _number(given: Mapping[str, Any], key: str) -> float:
-    """Return a number of the file, 1 where it is absent."""
+    """Return a number of the file, 1 if it is absent."""
     value = given.get(key, 1.0)
     if type(value) not in (int, float):
         raise ValueError(f"{key} is {reprlib.repr(value)}, expected a number")

@@ -1,6 +1,6 @@
-"""Safetensors files by their index and headers: name, dtype, shape, file and offset of every tensor; no torch.
+"""Index and headers of safetensors files: name, dtype, shape, file and offset of every tensor; no torch.
 
-Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without a gap (safetensors README).
+Format: 8 bytes little-endian header length, a JSON header, the tensors' bytes without gaps (safetensors README).
 """
 
 import json
@@ -40,7 +40,7 @@ MP_FILE = re.compile(r"model\d+-mp\d+\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor as its file describes it; `begin` and `end` are byte offsets in the file, not in its data part."""
+    """One tensor as described by its file; `begin` and `end` are offsets in the file, not in its data section."""
 
     name: str
     dtype: str
@@ -51,7 +51,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on disk."""
+        """Size on disk in bytes."""
         return self.end - self.begin
 
 
@@ -59,10 +59,13 @@ class TensorInfo:
 class Checkpoint:
     """All tensors of a folder.
 
-    tensors: by name, where they really are. files: in the order of their names. index: file name that the
-    index gives for each tensor, empty without an index. index_problems: for each tensor that index and files disagree
-    on, a sentence that says how. missing_files: names of files that the index gives and the folder lacks. stamps: of
-    the files on a disk, from before their headers were read.
+    Attributes:
+        tensors: by name, with their actual location.
+        files: sorted by name.
+        index: file name of each tensor according to the index; empty without an index.
+        index_problems: a sentence for each tensor on which index and files disagree.
+        missing_files: names of indexed files that the folder lacks.
+        stamps: state of local files before their headers were read.
     """
 
     folder: Path
@@ -75,21 +78,21 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(info.nbytes for info in self.tensors.values())
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Reads the index, where there is one, and every header; no tensor is read.
+    """Read the index, if there is one, and every header, but no tensors.
 
-    Raises CheckpointError, naming the file, for: no safetensors file, an index that is not JSON or names a file that
-    is not there, a file that is truncated, too long or has a corrupt header, a tensor stored twice.
+    Raises CheckpointError, naming the file, for: no safetensors file, an index that is not JSON or names a missing
+    file, a file that is truncated, too long or has a corrupt header, a tensor stored twice.
     """
     return whole(scan_checkpoint(folder))
 
 
 def whole(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint. Raises CheckpointError when one of its files is not there."""
+    """Return the same checkpoint. Raises CheckpointError if one of its files is missing."""
     if checkpoint.missing_files:
         path = checkpoint.folder / checkpoint.missing_files[0]
         raise CheckpointError(f"{path} is missing, but {INDEX} names it", download_again(path.parent, path.name))
@@ -97,9 +100,9 @@ def whole(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def scan_checkpoint(folder: Path) -> Checkpoint:
-    """As open_checkpoint, for a folder that may hold a part of the files only: `missing_files` names the others.
+    """Read a folder as `open_checkpoint`, but allow missing files and list them in `missing_files`.
 
-    The tensors of the official files cut for N ranks get their file before their name: `model0-mp4/norm.weight`.
+    Tensors of the official files for N ranks are prefixed with their file: `model0-mp4/norm.weight`.
     """
     index = read_index(folder / INDEX)
     files, missing = _files(folder, index)
@@ -124,7 +127,7 @@ def scan_checkpoint(folder: Path) -> Checkpoint:
 
 
 def scan_file(path: Path) -> Checkpoint:
-    """One file as a checkpoint whose other files, by the index beside it or by its number, are missing."""
+    """Read one file as a checkpoint whose other files, by its folder's index or by its shard number, are missing."""
     index = read_index(path.parent / INDEX)
     if path.name not in index.values():
         index = {}
@@ -136,7 +139,7 @@ def scan_file(path: Path) -> Checkpoint:
 
 
 def _numbered(name: str) -> Iterator[str]:
-    """The names of all files that one such as model-00002-of-00046.safetensors counts."""
+    """Yield the names of all shards in a set, from one such as model-00002-of-00046.safetensors."""
     match = re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})(\.safetensors)", name, re.ASCII)
     if match:
         begin, _, count, end = match.groups()
@@ -144,8 +147,10 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """The files of the index and the names of those that are not there; without an index model.safetensors, else the
-    files that are named like shards, else all."""
+    """Return the files to read and the names of indexed files that are missing.
+
+    Without an index: model.safetensors, else the files named like shards, else all.
+    """
     if index:
         files = tuple(folder / name for name in sorted(set(index.values())))
     else:
@@ -161,7 +166,7 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Tensor name to file name; empty where there is no index. Raises CheckpointError for a file that is none."""
+    """Return the file name of each tensor; empty without an index. Raises CheckpointError for an invalid index."""
     if not is_there(path):
         return {}
     remedy = download_again(path.parent, path.name)
@@ -181,8 +186,9 @@ def read_index(path: Path) -> dict[str, str]:
 def index_problems(
     present: Mapping[str, str], index: Mapping[str, str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[tuple[str, str]]:
-    """Each tensor that index and files disagree on, with a sentence. present: the part of the index whose files are
-    there."""
+    """Yield each tensor on which index and files disagree, with a sentence. present: index entries of existing
+    files.
+    """
     for name, file in present.items():
         info = tensors.get(name)
         if info is None:
@@ -195,7 +201,7 @@ def index_problems(
 
 
 def read_header(path: Path) -> list[TensorInfo]:
-    """The tensors of one file in the order of their bytes, every offset checked against dtype, shape and file size."""
+    """Return the tensors of one file by offset, with offsets validated against dtype, shape and file size."""
     try:
         size, length, text = _read_header_text(path)
     except OSError as error:
@@ -212,7 +218,7 @@ def read_header(path: Path) -> list[TensorInfo]:
 
 
 def _read_header_text(path: Path) -> tuple[int, int, bytes]:
-    """Size of the file, length of its header, the header."""
+    """Return the file size, the header length and the header."""
     with open(open_file(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(len(LFS_POINTER))
@@ -231,7 +237,7 @@ def _read_header_text(path: Path) -> tuple[int, int, bytes]:
 
 
 def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
-    """The tensors of one header, in the order of their bytes, which begin at offset `data` of the file."""
+    """Return the tensors of one header by offset; the data section starts at offset `data` of the file."""
     try:
         header = json.loads(text.decode(), object_pairs_hook=partial(_unique, path), parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -256,7 +262,7 @@ def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which readers would take one or the other value if a key were there twice."""
+    """Return a JSON object. Raises CheckpointError for a duplicate key, of which readers may use either value."""
     values = dict(pairs)
     if len(values) < len(pairs):
         double = Counter(key for key, _ in pairs).most_common(1)[0][0]

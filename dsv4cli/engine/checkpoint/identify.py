@@ -1,4 +1,4 @@
-"""Which model a folder holds, from its configuration and headers, and what it is not: refusals by name; no torch."""
+"""Identification of the model in a folder by its configuration and headers, and refusal of foreign ones; no torch."""
 
 import re
 from collections import Counter
@@ -58,7 +58,7 @@ LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is. `size`: the preset of the same dimensions, or 'custom'."""
+    """The identity of a model. `size`: the preset with the same dimensions, or 'custom'."""
 
     size: str
     config: ModelConfig
@@ -66,14 +66,16 @@ class Identity:
 
     @property
     def release(self) -> Release:
-        """The release whose prompt format is used: the model's, or the assumed one where the checkpoint tells none."""
+        """The release whose prompt format is used: the model's, or the assumed one if the checkpoint states none."""
         return self.config.release or ASSUMED_RELEASE
 
 
 @dataclass(frozen=True)
 class FolderIdentity(Identity):
-    """What a folder holds, with its headers and the way its tensors are named. contradictions: what its config.json
-    says of the storage that the tensors do not bear out."""
+    """The identity of a checkpoint folder, with its headers and tensor naming.
+
+    contradictions: statements of its config.json about storage that its tensors contradict.
+    """
 
     checkpoint: Checkpoint
     naming: Naming
@@ -81,9 +83,12 @@ class FolderIdentity(Identity):
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The table of the checkpoint, by official names. NVFP4 for weights alone has no input_scale. What transformers
-        has saved has each plain tensor in the width that it has there: its bf16 models keep the norms in fp32, its
-        earlier versions made bf16 of what the releases have in fp32."""
+        """The tensor table of the checkpoint, by official names.
+
+        Weight-only NVFP4 has no input_scale. In transformers' files each unquantized tensor has the dtype stored there:
+        its
+        bf16 models keep the norms in fp32, and its earlier versions stored the releases' fp32 tensors in bf16.
+        """
         specs = expected_tensors(self.config, self.formats)
         if not any(name.endswith((".input_scale", ".input_global_scale")) for name in self.checkpoint.tensors):
             specs = {name: spec for name, spec in specs.items() if spec.role != "input_scale"}
@@ -96,19 +101,18 @@ class FolderIdentity(Identity):
 
     @property
     def stored_table(self) -> Mapping[str, TensorSpec]:
-        """The table by the names under which the files have the tensors. Raises UsageError for files for ranks that the
-        model cannot be cut for."""
+        """The tensor table by stored names. Raises UsageError for per-rank files that cannot split the model."""
         return self.specs if self.naming == OfficialNaming() else stored_table(self.naming, self.specs.values())
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Sentences on dtypes that stand for others with the same bytes, in files with official names."""
+        """Sentences on unusual dtypes with the same bytes as the usual ones, in files with official names."""
         naming = self.naming
         return tuple(alias_notes(naming.aliases, self.formats)) if isinstance(naming, OfficialNaming) else ()
 
     @property
     def layout(self) -> str:
-        """The layout in a word: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
+        """The layout's name: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
         if isinstance(self.naming, MpNaming):
             return f"mp{self.naming.ranks}"
         if isinstance(self.naming, TransformersNaming):
@@ -119,16 +123,16 @@ class FolderIdentity(Identity):
 
 
 def describe(config: ModelConfig, formats: Formats) -> Identity:
-    """The identity of a model whose configuration and formats are known."""
+    """Return the identity of a model with a known configuration and formats."""
     return Identity(_size(config), config, formats)
 
 
 def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint) -> FolderIdentity:
-    """Opens a checkpoint folder that the engine runs and tells what it holds.
+    """Open a checkpoint folder that the engine can run and identify its model.
 
-    read: gives the headers that belong to the folder's configuration, wherever they are. Raises UnsupportedCheckpoint,
-    naming what it is, for a foreign model or an export that the engine does not run, before any complaint about details
-    that follow from it; CheckpointError for a folder that is damaged or contradicts itself.
+    read: returns the headers that belong to the folder's configuration, local or remote. Raises UnsupportedCheckpoint,
+    naming it, for a foreign model or an export that the engine does not run, before reporting details that follow from
+    it; CheckpointError for a folder that is damaged or contradicts itself.
     """
     found = recognise(folder, read)
     check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))
@@ -136,9 +140,9 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
 
 
 def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint) -> FolderIdentity:
-    """Opens a checkpoint folder in any known layout, of which files may be missing and widths odd.
+    """Open a checkpoint folder in any known layout; files may be missing and widths unusual.
 
-    read: as for `identify`. Raises as `identify` does.
+    read: as in `identify`. Raises as `identify`.
     """
     _refuse_foreign(folder)
     checkpoint = read(folder)
@@ -147,8 +151,10 @@ def recognise(folder: Path, read: Callable[[Path], Checkpoint] = scan_checkpoint
 
 
 def identity_of(checkpoint: Checkpoint, config: ModelConfig, given: Mapping[str, Any]) -> FolderIdentity:
-    """What headers and a configuration that belong together are; given: what config.json says. Raises what `recognise`
-    raises of the two."""
+    """Return the identity for headers and a configuration that belong together.
+
+    given: content of config.json. Raises what `recognise` raises for them.
+    """
     _check_drafter(checkpoint, config)
     formats, naming = stored_formats(checkpoint), _naming(checkpoint, config)
     naming = replace(naming, aliases=dtype_aliases(checkpoint, formats))
@@ -172,7 +178,7 @@ def _naming(checkpoint: Checkpoint, config: ModelConfig) -> NamedTensors:
 
 
 def compressed_naming(checkpoint: Checkpoint) -> CompressedNaming:
-    """compressed-tensors' names, as most of the scales are stored."""
+    """Return the compressed-tensors naming with the scale shape and dtype of most scales."""
     shapes, dtypes = Counter[tuple[int, ...]](), Counter[str]()
     for name, info in checkpoint.tensors.items():
         if name.endswith(".weight_global_scale"):
@@ -184,7 +190,7 @@ def compressed_naming(checkpoint: Checkpoint) -> CompressedNaming:
 
 
 def _refuse_foreign(folder: Path) -> None:
-    """Refuses other models and other tools' exports by file names and the root config.json."""
+    """Refuse other models and other tools' exports by file names and the root config.json."""
     if folder.suffix == ".gguf" and folder.is_file():
         raise refusal(folder, GGUF, "by its name")
     if not folder.is_dir():
@@ -209,7 +215,7 @@ def _refuse_foreign(folder: Path) -> None:
 
 
 def _refuse_quantizer(folder: Path, values: Mapping[str, Any]) -> None:
-    """Refuses exports of quantization tools by the root config.json."""
+    """Refuse exports of quantization tools by the root config.json."""
     own = values.get("quantization")
     if isinstance(own, Mapping) and "bits" in own:
         raise refusal(folder, MLX, f"quantization.bits {own['bits']!r}"[:80])
@@ -226,7 +232,7 @@ def _refuse_quantizer(folder: Path, values: Mapping[str, Any]) -> None:
 
 
 def _root_config(folder: Path) -> dict[str, Any]:
-    """The root config.json, if it can be read; whether it is correct is read_config's question."""
+    """Return the root config.json, {} if it cannot be read; `read_config` validates it."""
     try:
         return read_json(folder / "config.json")
     except CheckpointError:

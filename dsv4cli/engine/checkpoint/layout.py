@@ -1,4 +1,4 @@
-"""The one table of a checkpoint: every tensor's key, format and shape, the parameter it fills, how it is cut; no torch.
+"""The table of a checkpoint's tensors: key, format, shape, model parameter and sharding of each; no torch.
 
 Source: tensor list of the official repositories (69,187 tensors for Flash, 145,116 for Pro, 72,317 for Flash-0731).
 """
@@ -18,11 +18,18 @@ from dsv4cli.engine.config.storage import Formats
 class TensorSpec:
     """One tensor of a checkpoint.
 
-    name: its key. dtype: name in a safetensors header. shape: as stored. parameter: dotted name in the Transformer.
-    expert: row of the stacked parameter, or None. family: what it belongs to. shard: the dimension that tensor
-    parallelism cuts, or None where every rank holds it whole. count: parameters it stands for, 0 for scales and tables.
-    columns: of a matrix or its scale, the unpacked columns of the matrix. role: which part of a matrix it is. form: the
-    storage format of the matrix, None of what is no matrix.
+    Attributes:
+        name: its key.
+        dtype: name in a safetensors header.
+        shape: as stored.
+        family: the part of the model it belongs to.
+        count: number of parameters it stores, 0 for scales and lookup tables.
+        shard: the dimension that tensor parallelism splits, None if it is replicated.
+        parameter: dotted name in the Transformer.
+        expert: row of the stacked parameter, or None.
+        columns: unpacked columns of the matrix, also for its scales.
+        role: weight or kind of scale.
+        form: storage format of the matrix, None if it is not a matrix.
     """
 
     name: str
@@ -39,17 +46,17 @@ class TensorSpec:
 
     @property
     def is_scale(self) -> bool:
-        """Whether the tensor is a scale of the weight of the same matrix."""
+        """Whether the tensor is a scale of a matrix."""
         return self.role != "weight"
 
     @property
     def matrix(self) -> str:
-        """The name that a weight and its scales share; of a tensor that is no matrix, its own."""
+        """The name that a weight and its scales share; for any other tensor, its own name."""
         return self.name.removesuffix("." + self.role) if self.columns else self.name
 
 
 def matrices(specs: Iterable[TensorSpec]) -> dict[str, dict[Role, TensorSpec]]:
-    """The table by matrix: each weight with its scales, by role; a tensor that is no matrix stands alone."""
+    """Group the table by matrix: each weight with its scales, by role; any other tensor alone."""
     found: dict[str, dict[Role, TensorSpec]] = {}
     for spec in specs:
         found.setdefault(spec.matrix, {})[spec.role] = spec
@@ -57,7 +64,7 @@ def matrices(specs: Iterable[TensorSpec]) -> dict[str, dict[Role, TensorSpec]]:
 
 
 def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
-    """Every tensor that a checkpoint of this model holds, by key; nothing more and nothing less loads."""
+    """Return exactly the tensors that a checkpoint of this model must contain, by key."""
     return {spec.name: spec for spec in _specs(config, formats)}
 
 
@@ -74,12 +81,12 @@ def _specs(config: ModelConfig, formats: Formats) -> tuple[TensorSpec, ...]:
 
 
 def loaded_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorSpec]:
-    """Those of `expected_tensors` that fill a parameter."""
+    """Return those of `expected_tensors` that fill a parameter."""
     return {name: spec for name, spec in expected_tensors(config, formats).items() if spec.parameter}
 
 
 class _Table:
-    """Yields the specs of one part of the model after another."""
+    """A builder of the specs, one part of the model at a time."""
 
     def __init__(self, config: ModelConfig, formats: Formats) -> None:
         self.config = config
@@ -101,7 +108,7 @@ class _Table:
     def _matrix(
         self, name: str, rows: int, columns: int, family: str, shard: int | None = None, expert: int | None = None
     ) -> Iterator[TensorSpec]:
-        """A matrix [rows, columns] in its storage format: the weight and the scales that the format has."""
+        """Yield the weight of a matrix [rows, columns] and the scales of its storage format."""
         linear = self.formats.output if name.endswith(".wo_a") else self.formats.linear
         experts = self.formats.drafter if name.startswith("mtp.") else self.formats.experts
         form = linear if expert is None else experts
@@ -135,7 +142,7 @@ class _Table:
             )
 
     def top(self) -> Iterator[TensorSpec]:
-        """The tensors outside the blocks."""
+        """Yield the tensors outside the blocks."""
         config = self.config
         yield self._dense("embed.weight", (config.vocab_size, config.hidden_size), "embedding")
         yield self._dense("head.weight", (config.vocab_size, config.hidden_size), "head", shard=0)
@@ -143,14 +150,14 @@ class _Table:
         yield from self.hc_head("")
 
     def hc_head(self, prefix: str) -> Iterator[TensorSpec]:
-        """The hyper-head that collapses the streams before the head."""
+        """Yield the hyper-head, which collapses the streams before the head."""
         streams = self.config.hc_mult
         yield self._f32(f"{prefix}hc_head_fn", (streams, streams * self.config.hidden_size), "hyper-connections")
         yield self._f32(f"{prefix}hc_head_base", (streams,), "hyper-connections")
         yield self._f32(f"{prefix}hc_head_scale", (1,), "hyper-connections")
 
     def block(self, prefix: str, ratio: int, is_hash: bool) -> Iterator[TensorSpec]:
-        """One block: hyper-connections, norms, attention, experts."""
+        """Yield one block: hyper-connections, norms, attention, experts."""
         hidden, streams = self.config.hidden_size, self.config.hc_mult
         mixes = (2 + streams) * streams  # pre, post, comb
         for part in ("attn", "ffn"):
@@ -208,7 +215,7 @@ class _Table:
         yield from self._matrix(prefix + "w3", inner, hidden, family, 0, expert)
 
     def mtp(self, stage: int) -> Iterator[TensorSpec]:
-        """What the MTP block has beyond a block (April releases)."""
+        """Yield the tensors that an MTP stage has in addition to a block (April releases)."""
         prefix, hidden, family = f"mtp.{stage}.", self.config.hidden_size, "drafter"
         yield from self._matrix(prefix + "e_proj", hidden, hidden, family)
         yield from self._matrix(prefix + "h_proj", hidden, hidden, family)
@@ -217,7 +224,7 @@ class _Table:
         yield from self.hc_head(prefix)
 
     def dspark(self, stage: int) -> Iterator[TensorSpec]:
-        """What a DSpark stage has beyond a block: the first takes the context in, the last gives the drafts out."""
+        """Yield the tensors that a DSpark stage has in addition to a block: the first's input and the last's output."""
         assert self.config.dspark is not None
         prefix, c, family = f"mtp.{stage}.", self.config, "drafter"
         rank, targets = self.config.dspark.markov_rank, len(self.config.dspark.target_layer_ids)

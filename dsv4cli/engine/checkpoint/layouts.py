@@ -1,4 +1,4 @@
-"""A checkpoint in any layout, recognised; no numpy."""
+"""Identification of a checkpoint in any layout; no numpy."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from dsv4cli.engine.checkpoint.packed import is_packed, recognise_packed
 
 
 def recognise_stored(path: Path) -> FolderIdentity:
-    """What a folder in any layout holds that `dsv4 convert` reads, or a GGUF file.
+    """Identify a folder in any layout that `dsv4 convert` reads, or a GGUF file.
 
-    Raises what `recognise`, `recognise_gguf` and `recognise_packed` raise.
+    Raises as `recognise`, `recognise_gguf` and `recognise_packed`.
     """
     if is_gguf(path):
         return recognise_gguf(path)

@@ -1,4 +1,4 @@
-"""One matrix of a checkpoint in whatever layout and format: its rows as bytes and as values; numpy, no torch."""
+"""One matrix of a checkpoint in any layout and format: its rows as bytes and as values; numpy, no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ LARGE_BLOCK = 31 * 2**20
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """Some rows of a matrix. raw: the arrays of its parts as stored. values: float32 or int64 [rows, columns]."""
+    """Rows of a matrix. raw: the stored arrays by role. values: float32 or int64 [rows, columns]."""
 
     rows: slice
     form: Form
@@ -28,14 +28,14 @@ class MatrixRows:
 
 @dataclass(frozen=True)
 class MatrixReader:
-    """A weight with its scales, or a tensor that is no matrix; a vector counts as one row."""
+    """A reader of a weight with its scales, or of another tensor; a vector counts as one row."""
 
     model: StoredModel
     parts: Mapping[Role, TensorSpec]
 
     @property
     def form(self) -> Form:
-        """The storage format, as `values.decode` takes it, or i64."""
+        """The storage format for `values.decode`, or i64."""
         return form_of(self.parts["weight"])
 
     @property
@@ -51,7 +51,9 @@ class MatrixReader:
         return sum(prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8 for spec in self.parts.values())
 
     def read(self, rows: slice) -> dict[Role, Raw]:
-        """The rows of every part as stored; of fp8 they begin at a multiple of 128. Raises as `StoredModel.read`."""
+        """Return the stored rows of every part; for fp8 they start at a multiple of 128. Raises as
+        `StoredModel.read`.
+        """
         raw = {}
         for role, spec in self.parts.items():
             if len(spec.shape) > 1:
@@ -62,15 +64,15 @@ class MatrixReader:
         return raw
 
     def piece(self, rows: slice) -> MatrixRows:
-        """The rows with their values. Raises as `read`."""
+        """Return the rows with their values. Raises as `read`."""
         raw = self.read(rows)
         return MatrixRows(rows, self.form, raw, raw["weight"] if self.form == "i64" else decode(self.form, raw))
 
 
 def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
-    """Every matrix of the table that the files hold with all its parts, by its official name.
+    """Yield every matrix of the table of which the files have all parts, by its official name.
 
-    What is stored in BF16 or F32 against the format of the others is taken as it is.
+    A matrix stored in BF16 or F32, while the others are quantized, is read as stored.
     """
     stored = model.identity.checkpoint.tensors
     for name, parts in model.matrices().items():
@@ -84,8 +86,12 @@ def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
 
 
 def keep_freed_memory() -> None:
-    """Lets the C library keep the memory of one piece for the next: glibc gives it back, and half of the time goes into
-    page faults, until a large block was freed once (mallopt(3), M_MMAP_THRESHOLD); elsewhere this does nothing."""
+    """Make the C library reuse the memory of one chunk for the next; only glibc needs this.
+
+    glibc returns large blocks to the system, so that half of the time goes into page faults, until a large block has
+    been
+    freed once (mallopt(3), M_MMAP_THRESHOLD).
+    """
     np.empty(LARGE_BLOCK, np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Names that stand for a model, and how to write a folder that has one of them; no torch."""
+"""Model aliases, and how to write the path of a folder with the name of one; no torch."""
 
 import os
 from pathlib import Path
@@ -17,18 +17,18 @@ RANDOM = "random:"
 
 
 def folder_text(folder: Path) -> str:
-    """Return the text that names a folder as MODEL: `./nano` where `nano` would name another model."""
+    """Return the text that names a folder as MODEL: `./nano` if `nano` would name another model."""
     text = str(folder)
     is_taken = text in ALIASES or text in IN_PACKAGE or text.startswith((RANDOM, "~"))
     return f"./{text}" if is_taken else text
 
 
 def folder_word(folder: Path) -> str:
-    """Return `folder_text` as a word of a command."""
+    """Return `folder_text` quoted for a shell command."""
     return shell_word(folder_text(folder))
 
 
 def hidden_folder(name: str) -> str:
-    """Return the text for the folder that a known name hides, '' where there is none."""
+    """Return the text for a folder with the name of a known model, '' if there is none."""
     text = folder_text(Path(name))
     return text if (name in ALIASES or name in IN_PACKAGE) and os.path.isdir(name) else ""

@@ -1,7 +1,7 @@
-"""Where the tensors of the table are stored: official names, transformers' names, the official files cut for N ranks.
+"""Tensor naming schemes: official, transformers, compressed-tensors, and the official files for N ranks; no torch.
 
-And compressed-tensors' names. Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.py (names,
-stacked experts), compressed-tensors 0.20 (nvfp4/base.py, mxfp4/base.py); no torch.
+Sources: the official convert.py (ranks), transformers 5.23 conversion_mapping.py (names, stacked experts),
+compressed-tensors 0.20 (nvfp4/base.py, mxfp4/base.py).
 """
 
 import re
@@ -72,24 +72,27 @@ MP_CUTS = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """One of `parts` equal parts of a tensor along `dim`."""
+    """One of `parts` equal slices of a tensor along `dim`."""
 
     dim: int
     part: int
     parts: int
 
     def of(self, shape: tuple[int, ...]) -> slice:
-        """The indices of the part along `dim`."""
+        """Return the indices of the slice along `dim`."""
         size = shape[self.dim] // self.parts
         return slice(self.part * size, (self.part + 1) * size)
 
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A tensor of the table, or the part `cut` of it, inside a stored tensor.
+    """The location of a tensor of the table, or of its slice `cut`, inside a stored tensor.
 
-    name: key of the stored tensor. dtype, shape: as stored. begin: values of the stored tensor before the first of this
-    one, which lie together. reciprocal: whether 1 / x is stored for an fp32 x.
+    Attributes:
+        name: key of the stored tensor.
+        dtype, shape: as stored.
+        begin: offset, in values, of this tensor's contiguous values in the stored tensor.
+        reciprocal: whether an fp32 x is stored as 1 / x.
     """
 
     name: str
@@ -101,30 +104,30 @@ class Location:
 
 
 class Naming(Protocol):
-    """One way to store the tensors of the table."""
+    """A naming scheme for the tensors of the table."""
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Every stored tensor that holds the tensor or a part of it; whole ones are copies of each other."""
+        """Return every stored tensor that contains the tensor or a slice of it; complete ones are replicas."""
 
 
 @dataclass(frozen=True)
 class NamedTensors(ABC):
-    """A naming of safetensors files, which may call the bytes of codes and scales by another dtype than usual.
+    """A naming scheme of safetensors files, which may store codes and scales under an unusual dtype of the same size.
 
     Attributes:
-        aliases: dtype in the header of each such tensor, by its stored name.
+        aliases: header dtype of each such tensor, by its stored name.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict, hash=False, kw_only=True)
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Every stored tensor that holds the tensor or a part of it, with the dtype that its header has."""
+        """Return every stored tensor that contains the tensor or a slice of it, with the dtype in its header."""
         usual = self.usual_locations(spec)
         return tuple(map(self._as_stored, usual)) if self.aliases else usual
 
     @abstractmethod
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The same with the dtypes that files with these names usually have."""
+        """Return the same locations with the usual dtypes of this scheme."""
 
     def _as_stored(self, usual: Location) -> Location:
         dtype = self.aliases.get(usual.name, usual.dtype)
@@ -141,10 +144,10 @@ class NamedTensors(ABC):
 
 @dataclass(frozen=True)
 class OfficialNaming(NamedTensors):
-    """The names of the official repositories: the table's own."""
+    """The names of the official repositories, which the table uses."""
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return (Location(spec.name, spec.dtype, spec.shape),)
 
 
@@ -160,17 +163,17 @@ COMPRESSED_NAMES: Mapping[Role, str] = {
 
 @dataclass(frozen=True)
 class CompressedNaming(NamedTensors):
-    """compressed-tensors' names of packed matrices (nvfp4-pack-quantized, mxfp4-pack-quantized), the scale of a whole
-    tensor as a divisor; official names for all else.
+    """compressed-tensors' names of packed matrices (nvfp4-pack-quantized, mxfp4-pack-quantized); else official names.
 
-    whole: the shape of such a scale, () or (1,). e8m0: the dtype that e8m0 scales of FP4 are stored as.
+    The scale of a whole tensor is stored as a divisor. whole: its shape, () or (1,). e8m0: the dtype under which e8m0
+    scales of FP4 are stored.
     """
 
     whole: tuple[int, ...]
     e8m0: str
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         if spec.form is None or STORAGE[spec.form].codes == 1:
             return (Location(spec.name, spec.dtype, spec.shape),)
         name = f"{spec.matrix}.{COMPRESSED_NAMES[spec.role]}"
@@ -182,12 +185,16 @@ class CompressedNaming(NamedTensors):
 
 @dataclass(frozen=True)
 class TransformersNaming(NamedTensors):
-    """The parameters of transformers' DeepseekV4ForCausalLM; `mtp.*`, which it does not have, under official names."""
+    """The parameter names of transformers' DeepseekV4ForCausalLM; official names for `mtp.*`, which it does not
+    have.
+    """
 
     config: ModelConfig
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The parameter, or this expert's part of the stacked one: gate_up_proj [E, 2I, D], down_proj [E, D, I]."""
+        """Return the parameter, or this expert's slice of the stacked gate_up_proj [E, 2I, D] or down_proj [E, D,
+        I].
+        """
         if spec.name.startswith("mtp."):
             return (Location(spec.name, spec.dtype, spec.shape),)
         match = EXPERT.fullmatch(spec.name)
@@ -205,26 +212,28 @@ class TransformersNaming(NamedTensors):
 
 @dataclass(frozen=True)
 class SavedNaming(TransformersNaming):
-    """What transformers' save_pretrained writes unless save_original_format=False: experts one by one."""
+    """The names that transformers' save_pretrained writes unless save_original_format=False: separate experts."""
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The tensor itself, under a name between the official one and that of the parameter."""
+        """Return the tensor itself, under a name between the official one and that of the parameter."""
         return (Location(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
 
 
 @dataclass(frozen=True)
 class MpNaming(NamedTensors):
-    """The files of the official convert.py for `ranks` processes: keys are `model{rank}-mp{ranks}/<official name>`.
+    """The files of the official convert.py for `ranks` processes, with keys `model{rank}-mp{ranks}/<official name>`.
 
-    Routed experts go whole to one rank, by ranges; the dimensions of MP_CUTS are cut; all else is on every rank.
+    Each rank stores a contiguous range of whole routed experts. Tensors in MP_CUTS are sharded; all others are
+    replicated.
     """
 
     ranks: int
     experts: int
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """One part for each rank, the one rank of an expert, or a copy on each. Raises UsageError where it does not
-        divide."""
+        """Return the shard of every rank, the rank of an expert, or the replicas. Raises UsageError for an uneven
+        split.
+        """
         dtype, shape = spec.dtype, spec.shape
         if spec.dtype == "I8":
             # two e2m1 codes a byte; the header counts codes
@@ -254,7 +263,7 @@ class MpNaming(NamedTensors):
 
 
 def transformers_name(name: str) -> str:
-    """transformers' name of a tensor outside the routed experts and `mtp.`."""
+    """Return transformers' name of a tensor outside the routed experts and `mtp.`."""
     return _renamed(name, TRANSFORMERS_NAMES)
 
 
@@ -265,9 +274,9 @@ def _renamed(name: str, table: Mapping[str, str]) -> str:
 
 
 def stored_table(naming: Naming, specs: Collection[TensorSpec]) -> dict[str, TensorSpec]:
-    """Every stored tensor that a checkpoint with this naming holds, by its key, with dtype and shape as stored.
+    """Return every stored tensor of a checkpoint with this naming, by key, with dtype and shape as stored.
 
-    A stacked tensor counts the parameters of all its experts, one that every rank has counts on every rank.
+    The parameter count of a stacked tensor covers all its experts; a replicated tensor counts on every rank.
     """
     table: dict[str, TensorSpec] = {}
     for spec in specs:

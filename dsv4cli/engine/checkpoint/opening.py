@@ -1,4 +1,4 @@
-"""A checkpoint in any layout, opened to be read under official names; numpy, no torch."""
+"""Opening a checkpoint of any layout for reads under official names; numpy, no torch."""
 
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
@@ -9,7 +9,7 @@ from dsv4cli.engine.checkpoint.stored import StoredModel
 
 
 def open_stored(identity: FolderIdentity) -> StoredModel:
-    """The tensors of a checkpoint, to be read. Raises UnsupportedCheckpoint for types of GGUF that cannot be."""
+    """Open the tensors of a checkpoint for reading. Raises UnsupportedCheckpoint for GGUF types that cannot be read."""
     if isinstance(identity, GgufIdentity):
         return GgufStoredModel(identity)
     return PackedStoredModel(identity) if isinstance(identity, PackedIdentity) else StoredModel(identity)

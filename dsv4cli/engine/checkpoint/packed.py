@@ -1,8 +1,8 @@
-"""The exports of compressed-tensors that the engine does not run, under official names; no numpy.
+"""compressed-tensors exports that the engine does not run, seen under official names; no numpy.
 
-pack-quantized: integers of 4 or 8 bits with scales of groups (W4A16, W8A16). float-quantized: e4m3 with scales of
-blocks, channels or the tensor. Both are seen as their values in fp32; what FP4 and NVFP4 stands beside them
-(mixed-precision) as `CompressedNaming` has it. Source: compressed-tensors 0.20.
+pack-quantized: 4- or 8-bit integers with group scales (W4A16, W8A16). float-quantized: e4m3 with block, channel or
+tensor scales. Both are seen as fp32 values. FP4 and NVFP4 matrices in the same export (mixed-precision) are named as
+in `CompressedNaming`. Source: compressed-tensors 0.20.
 """
 
 from collections.abc import Mapping
@@ -49,13 +49,16 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class PackedNaming:
-    """The names of compressed-tensors. found: the tensors of a checkpoint. compressed: of its FP4 and NVFP4."""
+    """The names of compressed-tensors exports.
+
+    found: the tensors of a checkpoint. compressed: naming of its FP4 and NVFP4 matrices.
+    """
 
     found: Mapping[str, TensorInfo]
     compressed: CompressedNaming
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The stored tensor, of packed integers and e4m3 with what stands beside it."""
+        """Return the stored tensor; for packed integers and e4m3 also its scale, shape and zero point."""
         own = (Location(spec.name, spec.dtype, spec.shape),)
         if spec.form is None or f"{spec.matrix}.{OFFICIAL_SCALE}" in self.found:
             return own
@@ -76,11 +79,11 @@ def _as_found(info: TensorInfo) -> Location:
 
 @dataclass(frozen=True)
 class PackedIdentity(FolderIdentity):
-    """What a folder of compressed-tensors holds."""
+    """The identity of a compressed-tensors folder."""
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The table of the model, by official names: FP4 and NVFP4 as they are, integers and e4m3 as fp32."""
+        """The tensor table by official names: FP4 and NVFP4 as stored, integers and e4m3 as fp32."""
         tables = {kind: matrices(expected_tensors(self.config, view).values()) for kind, view in VIEWS.items()}
         stored, found = self.checkpoint.tensors, dict[str, TensorSpec]()
         for name, roles in tables["bf16"].items():
@@ -94,12 +97,12 @@ class PackedIdentity(FolderIdentity):
 
     @property
     def layout(self) -> str:
-        """compressed-tensors."""
+        """The layout's name: compressed-tensors."""
         return METHOD
 
 
 def _kind(stored: Mapping[str, TensorInfo], matrix: str) -> str:
-    """How a matrix or plain tensor is seen."""
+    """Return the key of VIEWS for a matrix or other tensor."""
     packed = stored.get(f"{matrix}.{PACKED}")
     if packed is not None:
         if packed.dtype != CODES:
@@ -112,8 +115,12 @@ def _kind(stored: Mapping[str, TensorInfo], matrix: str) -> str:
 
 
 def is_packed(folder: Path) -> bool:
-    """Whether a folder is an export of compressed-tensors in formats that the engine does not run: as its config.json
-    says, and where that leaves it to groups of tensors, as these are. Raises CheckpointError for damaged headers."""
+    """Return whether a folder is a compressed-tensors export in formats that the engine does not run.
+
+    config.json states the format; if it leaves it to groups of tensors, the stored tensors decide. Raises
+    CheckpointError
+    for damaged headers.
+    """
     quantization = _values(folder).get("quantization_config")
     if not isinstance(quantization, Mapping) or quantization.get("quant_method") != METHOD:
         return False
@@ -124,7 +131,7 @@ def is_packed(folder: Path) -> bool:
 
 
 def _has_values(stored: Mapping[str, TensorInfo], info: TensorInfo) -> bool:
-    """Whether a weight is of integers, or of e4m3 with scales that no release has."""
+    """Return whether a weight has integers, or e4m3 codes with scales that no release uses."""
     matrix, _, last = info.name.rpartition(".")
     if last == PACKED:
         return info.dtype != CODES
@@ -132,17 +139,18 @@ def _has_values(stored: Mapping[str, TensorInfo], info: TensorInfo) -> bool:
 
 
 def recognise_packed(folder: Path) -> PackedIdentity:
-    """What a folder of compressed-tensors holds, of which files may be missing.
+    """Identify a compressed-tensors folder; files may be missing.
 
-    Raises UnsupportedCheckpoint for other names than the official ones and for weights in another order, else as
-    `recognise` does.
+    Raises UnsupportedCheckpoint for names other than the official ones and for reordered weights, else as `recognise`.
     """
     return packed_identity(scan_checkpoint(folder), _values(folder), str(folder / CONFIG))
 
 
 def packed_identity(checkpoint: Checkpoint, values: Mapping[str, Any], where: str) -> PackedIdentity:
-    """What headers and a configuration that belong together are. values: of config.json, which `where` names in errors.
-    Raises what `recognise_packed` raises of the two."""
+    """Return the identity for headers and a configuration that belong together.
+
+    values: content of config.json. where: its name in errors. Raises what `recognise_packed` raises for them.
+    """
     names = checkpoint.tensors.keys() | checkpoint.index.keys()
     odd = next((name for name in sorted(names) if name.startswith("model.") or name.endswith(REORDERED)), None)
     if odd:
@@ -175,7 +183,7 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def _formats(checkpoint: Checkpoint) -> Formats:
-    """How most matrices are seen, by the first of each kind."""
+    """Return the formats under which most matrices are seen, judged by the first of each kind."""
 
     def first(part: str) -> Formats:
         name = next((name for name in checkpoint.tensors if part in name), "")

@@ -1,4 +1,4 @@
-"""The tensors of compressed-tensors exports, integers and e4m3 as their values in fp32; numpy, no torch."""
+"""Reads of compressed-tensors exports, with integers and e4m3 as fp32 values; numpy, no torch."""
 
 from collections.abc import Mapping
 
@@ -21,10 +21,10 @@ DTYPES |= {"I32": np.dtype(np.int32), "F16": np.dtype(np.float16)}
 
 
 class PackedStoredModel(StoredModel):
-    """The tensors of a compressed-tensors export, integers and e4m3 as their values."""
+    """The tensors of a compressed-tensors export, with integers and e4m3 as fp32 values."""
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
-        """As `StoredModel.read`."""
+        """Read rows as `StoredModel.read`."""
         locations = self.identity.naming.locations(spec)
         if len(locations) == 1:
             return super().read(spec, rows, copy)
@@ -35,7 +35,7 @@ class PackedStoredModel(StoredModel):
         return self._integers(infos, spec, start, stop)
 
     def _band(self, info: TensorInfo, start: int, stop: int) -> Raw:
-        """Rows of a stored matrix."""
+        """Return the rows [start, stop) of a stored matrix."""
         wanted = np.empty((stop - start, *info.shape[1:]), DTYPES.get(info.dtype, np.dtype(np.uint8)))
         width = wanted[:1].nbytes
         self._files.read(info, start * width, wanted.reshape(-1).view(np.uint8).data)
@@ -46,7 +46,10 @@ class PackedStoredModel(StoredModel):
         return decode("bf16", {"weight": raw}) if info.dtype == "BF16" else raw.astype(np.float32)
 
     def _integers(self, infos: Mapping[str, TensorInfo], spec: TensorSpec, start: int, stop: int) -> Raw:
-        """code * scale of packed integers; the codes of a word from its lowest bits on, less half their range."""
+        """Dequantize packed integers: (code - zero point) * scale.
+
+        The first code of a word is in its lowest bits. Without zero points they are half the range of the codes.
+        """
         columns, info = spec.shape[1], infos[PACKED]
         bits = 32 * info.shape[1] // columns
         if bits not in BITS or 32 * info.shape[1] % columns:
@@ -69,7 +72,7 @@ class PackedStoredModel(StoredModel):
         return (codes - zero) * scales.repeat(group, axis=1)
 
     def _e4m3(self, infos: Mapping[str, TensorInfo], spec: TensorSpec, start: int, stop: int) -> Raw:
-        """code * scale of e4m3: a scale for the tensor, for a row, or for a block."""
+        """Dequantize e4m3: code * scale, with a scale per tensor, row or block."""
         info, scale = infos["weight"], infos[SCALE]
         if info.dtype != E4M3:
             raise self._odd(info, E4M3)
@@ -97,7 +100,7 @@ class PackedStoredModel(StoredModel):
 
 
 def _unpacked(words: Raw, bits: int) -> Raw:
-    """The codes of int32 words [n, k] as float32 [n, k * 32 / bits]."""
+    """Unpack int32 words [n, k] into codes as float32 [n, k * 32 / bits]."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     codes = words.view(np.uint32)[..., None] >> shifts & np.uint32((1 << bits) - 1)
     return codes.reshape(len(words), -1).astype(np.float32)

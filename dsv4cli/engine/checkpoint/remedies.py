@@ -1,4 +1,4 @@
-"""What to do about a file that is damaged or absent, as a command that can be pasted where one is known; no torch."""
+"""Remedies for damaged or missing files, as commands to paste where possible; no torch."""
 
 from pathlib import Path
 
@@ -7,8 +7,10 @@ from dsv4cli.harmless import brief_line, shell_word
 
 
 def download_again(folder: Path, name: str) -> str:
-    """How to get a file of a checkpoint folder again: a command where it is a snapshot of the Hugging Face cache, which
-    names its repository (models--org--name/snapshots/<commit>). name: '' for all of them."""
+    """Return how to download a file of a checkpoint folder again; name '' means all files.
+
+    For a snapshot in the Hugging Face cache (models--org--name/snapshots/<commit>) this is a command.
+    """
     parts = folder.absolute().parts[-3:]
     if len(parts) == 3 and parts[0].startswith("models--") and parts[1] == "snapshots":
         repository = parts[0].removeprefix("models--").replace("--", "/")
@@ -17,5 +19,5 @@ def download_again(folder: Path, name: str) -> str:
 
 
 def look(folder: Path | str, *options: str) -> str:
-    """The command that shows what is wrong with a folder, or with `options`, more of it."""
+    """Return the `dsv4 inspect` command, with `options`, that shows what is wrong with a folder."""
     return f"`dsv4 inspect {' '.join([folder_word(Path(folder)), *options])}`"

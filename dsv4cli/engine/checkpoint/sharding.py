@@ -1,4 +1,4 @@
-"""Which numbers of ranks divide a model, and what of a tensor is one rank's: integers; no torch."""
+"""Tensor-parallel sizes that divide a model, and the shape of a rank's shard; integers, no torch."""
 
 from collections.abc import Iterable
 from math import gcd
@@ -11,8 +11,10 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 
 
 def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor. Raises CheckpointError when the ranks do not divide it, or would part
-    an FP8 block."""
+    """Return the shape of one rank's shard of a tensor.
+
+    Raises CheckpointError if `ranks` does not divide the dimension, or the shard boundary would be inside an FP8 block.
+    """
     if spec.shard is None:
         return spec.shape
     size, rest = divmod(spec.shape[spec.shard], ranks)
@@ -24,7 +26,7 @@ def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
 
 
 def check_dimensions(config: ModelConfig, ranks: int) -> None:
-    """Raises UsageError naming the first dimension that so many ranks do not divide."""
+    """Raise UsageError naming the first dimension that `ranks` does not divide."""
     dimensions = {
         "num_attention_heads": config.num_attention_heads,
         "o_groups": config.o_groups,
@@ -41,8 +43,10 @@ def check_dimensions(config: ModelConfig, ranks: int) -> None:
 
 
 def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *, rounds: bool) -> None:
-    """Raises UsageError, with the numbers that would do, when so many ranks do not divide the model of this table;
-    rounds: whether what comes into its FP4 matrices is rounded, in blocks."""
+    """Raise UsageError, listing valid numbers of ranks, if `ranks` does not divide the model of this table.
+
+    rounds: whether the inputs of FP4 matrices are quantized in blocks.
+    """
     table = list(specs)
     reason = _refusal(config, table, ranks, rounds)
     if reason:
@@ -53,12 +57,12 @@ def check_ranks(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, *,
 
 
 def divides(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int) -> bool:
-    """Whether so many ranks can share the model, with every rounding of the official code."""
+    """Return whether `ranks` divides the model, with all input quantization of the official code."""
     return not _refusal(config, specs, ranks, rounds=True)
 
 
 def _refusal(config: ModelConfig, specs: Iterable[TensorSpec], ranks: int, rounds: bool) -> str:
-    """Why so many ranks cannot share the model; '' where they can."""
+    """Return why `ranks` does not divide the model, '' if it does."""
     try:
         check_dimensions(config, ranks)
         for spec in specs:

@@ -1,4 +1,4 @@
-"""How large a model is, from the table of its tensors: parameters, those active for a token, bytes; no torch."""
+"""Size of a model from its tensor table: parameters, active parameters per token, bytes; no torch."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -15,11 +15,16 @@ BITS: Mapping[str, float] = BLOCK_BITS | DTYPE_BITS
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters (scales and lookup tables are none; FP4 counts unpacked) and bytes as stored.
+    """Parameters and bytes as stored.
 
-    main: without the drafter. active: main parameters that one token meets, of the routed experts only the chosen ones;
-    active_without_embedding leaves out the input embedding too, of which a token reads one row. The mappings go from
-    family or dtype to bytes, largest first; `drafter_bytes` is the part of nbytes under `mtp.`.
+    Scales and lookup tables are not parameters; FP4 counts unpacked. The mappings are from family or dtype to bytes,
+    largest first.
+
+    Attributes:
+        main: parameters without the drafter.
+        active: main parameters used for one token, with only the selected routed experts.
+        active_without_embedding: `active` without the input embedding, of which a token reads one row.
+        drafter_bytes: the part of `nbytes` under `mtp.`.
     """
 
     tensors: int
@@ -34,7 +39,7 @@ class Sizes:
 
 
 def measure(config: ModelConfig, specs: Collection[TensorSpec]) -> Sizes:
-    """Adds up the table of the model, `expected_tensors(config, …).values()`."""
+    """Sum up the tensor table of a model, `expected_tensors(config, …).values()`."""
     main = [spec for spec in specs if not spec.name.startswith("mtp.")]
     main_count = sum(spec.count for spec in main)
     routed = sum(spec.count for spec in main if spec.expert is not None)
@@ -55,7 +60,7 @@ def measure(config: ModelConfig, specs: Collection[TensorSpec]) -> Sizes:
 
 
 def stored_bytes(spec: TensorSpec) -> int:
-    """Bytes of a stored tensor, a type of GGUF's included."""
+    """Return the bytes of a stored tensor, also for GGUF types."""
     return int(prod(spec.shape) * BITS[spec.dtype]) // 8
 
 

@@ -1,7 +1,4 @@
-"""What a user may name as a model, and where it is: built in, a folder, the Hugging Face cache, random; no torch.
-
-Nothing here uses the network.
-"""
+"""Model names and their resolution: built in, a folder, the Hugging Face cache, random; no torch, no network."""
 
 import os
 import re
@@ -32,30 +29,30 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A checkpoint folder on this machine, or a GGUF file; `name` is what the user called it."""
+    """A local checkpoint folder or GGUF file; `name` is the user's text for it."""
 
     name: str
     folder: Path
 
     @cached_property
     def identity(self) -> FolderIdentity:
-        """What the folder holds, read once. Raises what `identify` raises."""
+        """The identity of the folder, read once. Raises as `identify`."""
         return identify(self.folder)
 
     @cached_property
     def recognised(self) -> FolderIdentity:
-        """The same in any layout that `dsv4 convert` reads. Raises what `recognise_stored` raises."""
+        """The identity in any layout that `dsv4 convert` reads. Raises as `recognise_stored`."""
         return recognise_stored(self.folder)
 
     @property
     def sampling(self) -> Sampling:
-        """What the model asks for. Raises what `own_sampling` raises."""
+        """The sampling defaults of the model. Raises as `own_sampling`."""
         return own_sampling(self.folder)
 
 
 @dataclass(frozen=True)
 class RandomSource:
-    """A model of random weights that needs no file."""
+    """A model with random weights, which needs no file."""
 
     name: str
     config: ModelConfig
@@ -63,17 +60,17 @@ class RandomSource:
 
     @cached_property
     def identity(self) -> Identity:
-        """What the preset is, in the official storage formats."""
+        """The identity of the preset, in the official storage formats."""
         return describe(self.config, Formats())
 
     @property
     def sampling(self) -> Sampling:
-        """The model's probabilities as they are."""
+        """Sampling from the model's unmodified probabilities."""
         return Sampling()
 
 
 def check_drafter(source: FolderSource | RandomSource, drafting: Drafting) -> None:
-    """Raises UsageError where a number of drafts is asked of a model that has no drafter."""
+    """Raise UsageError if a number of drafts is requested from a model without a drafter."""
     if drafting.required and source.identity.config.drafter == "none":
         raise UsageError(
             f"{source.name} has no drafter, and --draft {drafting.most} needs one",
@@ -82,9 +79,9 @@ def check_drafter(source: FolderSource | RandomSource, drafting: Drafting) -> No
 
 
 def resolve_model(text: str) -> FolderSource | RandomSource:
-    """Finds the model that `text` names.
+    """Return the model that `text` names.
 
-    Raises UsageError for a name that cannot be a model or a wrong part of `random:…`, ModelNotFound for a folder or a
+    Raises UsageError for an invalid model name or an invalid part of `random:…`, ModelNotFound for a folder or a
     repository that is not on this machine.
     """
     if text.startswith(RANDOM):
@@ -110,9 +107,9 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
 
 
 def resolve_repository(text: str) -> FolderSource:
-    """The snapshot of a repository, by an alias or org/name[@revision], in the Hugging Face cache.
+    """Return the cached snapshot of a repository, named by an alias or org/name[@revision].
 
-    Raises ModelNotFound when there is none, UsageError for a name that huggingface_hub does not take.
+    Raises ModelNotFound if there is none, UsageError for a name that huggingface_hub rejects.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

@@ -1,4 +1,4 @@
-"""Reading the tensors of the table from a folder in any layout, whole or by rows, as stored; numpy, no torch."""
+"""Reads of the table's tensors from a folder in any layout, whole or by rows, as stored; numpy, no torch."""
 
 from collections.abc import Iterator
 from math import prod
@@ -23,7 +23,7 @@ Raw = NDArray[Any]
 
 
 class StoredModel:
-    """The tensors of a checkpoint under their official names; read from several threads at once."""
+    """The tensors of a checkpoint under their official names; reads are thread-safe."""
 
     def __init__(self, identity: FolderIdentity) -> None:
         self.identity = identity
@@ -39,16 +39,22 @@ class StoredModel:
         self._files.__exit__(kind, error, trace)
 
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
-        """The table by matrix: each weight with its scales."""
+        """The tensor table by matrix: each weight with its scales."""
         return matrices(self.specs.values())
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
-        """The rows of a tensor in its stored format; `rows` counts along the first dimension, without a step, `copy`
-        the locations of a tensor that several ranks have whole.
+        """Return rows of a tensor in its stored format.
 
-        Returns an array of the shape in the table with FP8, e8m0 and packed FP4 as uint8, BF16 as uint16 (the bit
-        pattern), F32 as float32, I64 as int64. Raises CheckpointError for a tensor that is not there, has another dtype
-        or shape, or ends before its last byte.
+        Args:
+            spec: the tensor.
+            rows: slice without a step along the first dimension.
+            copy: which replica to read of a tensor that several ranks store whole.
+
+        Returns an array with the shape in the table: FP8, e8m0 and packed FP4 as uint8, BF16 as uint16 (the bit
+        pattern),
+        F32 as float32, I64 as int64. Raises CheckpointError for a tensor that is missing, truncated, or has another
+        dtype or
+        shape.
         """
         locations = self.identity.naming.locations(spec)
         cut = locations[0].cut
@@ -88,7 +94,7 @@ class StoredModel:
 
 
 def _parts(locations: tuple[Location, ...], count: int, rows: slice) -> Iterator[tuple[Location, slice]]:
-    """The locations along the first dimension, each with its own rows, counted from its first; it may have none."""
+    """Yield the locations along the first dimension, each with the requested rows relative to it, possibly none."""
     start, stop, _ = rows.indices(count)
     size = locations[0].shape[0]
     for part, location in enumerate(locations):

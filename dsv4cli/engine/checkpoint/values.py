@@ -1,4 +1,4 @@
-"""The numbers that stored bytes stand for, in numpy: the independent reading for checks and comparisons; no torch."""
+"""Decoding of stored bytes to numbers in numpy, independent of the engine, for checks and comparisons; no torch."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -19,20 +19,20 @@ PLAIN: Mapping[str, FormatName] = {"BF16": "bf16", "F32": "f32"}
 
 
 def form_of(weight: TensorSpec) -> Form:
-    """The storage format of a matrix or plain tensor, as `decode` takes it, or i64."""
+    """Return the storage format of a matrix or other tensor for `decode`, or i64."""
     if weight.form is not None:
         return weight.form
     return PLAIN.get(weight.dtype, "i64")
 
 
 def words_of(weight: TensorSpec) -> str:
-    """The storage format of a matrix or plain tensor for a person."""
+    """Return the name of a tensor's storage format for people."""
     form = form_of(weight)
     return form if form == "i64" else STORAGE[form].words
 
 
 def scale_rows(form: Form, rows: slice) -> slice:
-    """The rows of a scale that cover these rows of its weight; of FP8 they begin at a multiple of 128."""
+    """Return the rows of a scale that cover these rows of its weight; for FP8 they start at a multiple of 128."""
     block = 1 if form == "i64" else STORAGE[form].rows
     if block == 1 or rows == slice(None):
         return rows
@@ -43,10 +43,10 @@ def scale_rows(form: Form, rows: slice) -> slice:
 # an absurd scale shows in the values
 @np.errstate(over="ignore", invalid="ignore")
 def decode(form: Form, arrays: Mapping[Role, Raw]) -> Values:
-    """The values of a matrix, or of rows of it, from the raw arrays of its parts (`StoredModel.read`).
+    """Return the values of a matrix, or of rows of it, from the raw arrays of its parts (`StoredModel.read`).
 
-    Returns float32 [rows, columns], exact for every power-of-two scale, else rounded to it; -0 kept; NaN for e4m3 code
-    0x7f and e8m0 byte 255. A float32 array is returned as it is.
+    Returns float32 [rows, columns], exact for power-of-two scales, else rounded to float32. -0 is kept; e4m3 code 0x7f
+    and e8m0 byte 255 become NaN. A float32 array is returned unchanged.
     """
     weight = arrays["weight"]
     if form == "f32":
@@ -68,13 +68,13 @@ def decode(form: Form, arrays: Mapping[Role, Raw]) -> Values:
 
 
 def _codes(packed: Raw) -> Values:
-    """The values of packed e2m1 codes: [rows, columns / 2] -> [rows, columns], low nibble first."""
+    """Unpack e2m1 codes to values: [rows, columns / 2] -> [rows, columns], low nibble first."""
     rows, half = packed.shape
     return np.take(_e2m1_pairs(), packed, axis=0).reshape(rows, 2 * half)
 
 
 def _scaled(values: Values, scale: Values, block: int) -> Values:
-    """Each row's blocks times their scale, in place: values [rows, n * block], scale [rows, n]."""
+    """Multiply each block of a row by its scale, in place: values [rows, n * block], scale [rows, n]."""
     rows, columns = values.shape
     blocks = values.reshape(rows, columns // block, block)
     blocks *= scale[:, :, None]
@@ -83,7 +83,7 @@ def _scaled(values: Values, scale: Values, block: int) -> Values:
 
 @cache
 def e8m0_values() -> Values:
-    """The 256 values of e8m0: 2 ** (byte - 127), NaN for 255."""
+    """Return the 256 values of e8m0: 2 ** (byte - 127), NaN for 255."""
     values = np.ldexp(1.0, np.arange(256) - E8M0_BIAS)
     values[E8M0_NAN] = np.nan
     return values.astype(np.float32)
@@ -91,7 +91,9 @@ def e8m0_values() -> Values:
 
 @cache
 def e4m3_values() -> Values:
-    """The 256 values of e4m3 (fn): bias 7, subnormals below 2 ** -6, NaN for codes 0x7f and 0xff, no infinity."""
+    """Return the 256 values of e4m3 (fn): bias 7, subnormals below 2 ** -6, NaN for codes 0x7f and 0xff, no
+    infinity.
+    """
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)
@@ -101,7 +103,7 @@ def e4m3_values() -> Values:
 
 @cache
 def _e2m1_pairs() -> Values:
-    """The two values of each byte: [256, 2]."""
+    """Return the two values of each byte: [256, 2]."""
     byte = np.arange(256)
     values = np.array(E2M1_VALUES, np.float32)
     return np.stack((values[byte & 15], values[byte >> 4]), axis=-1)
