@@ -1,1 +1,1 @@
-"""How do parameters get their values, and where do they lie?"""
+"""Loading weights: filling parameters, and placing them in GPU and host memory."""

@@ -1,4 +1,4 @@
-"""Dequantize a loaded model's weights once, so that no step on a CPU has to."""
+"""Dequantize a loaded model's weights once, so that steps on a CPU need not."""
 
 import torch
 from torch import nn
@@ -9,9 +9,9 @@ from dsv4cli.kernels.block_scale import dequantise
 
 
 def dequantize_weights(model: Transformer) -> None:
-    """Replace each weight of a model by its fp32 values, one after another.
+    """Replace each weight of a model with its fp32 values, one weight at a time.
 
-    Every conversion is exact, so that results keep their bits. Scales stay: a linear with a scale rounds its input.
+    Every conversion is exact, so results keep their bits. Scales stay: a linear with a scale rounds its input.
     """
     for module in model.modules():
         if isinstance(module, StoredMatrix):
@@ -23,7 +23,7 @@ def dequantize_weights(model: Transformer) -> None:
 
 
 def _values(weight: torch.Tensor, scale: nn.Parameter | None) -> torch.Tensor:
-    """The fp32 values of a stored matrix, or of several stacked, with little memory beside them."""
+    """Return the fp32 values of a stored matrix or of several stacked, one matrix at a time to save memory."""
     if weight.dim() == 2:
         return dequantise(weight, scale).contiguous()
     first = dequantise(weight[0], None if scale is None else scale[0])

@@ -1,4 +1,4 @@
-"""Filling a model: every tensor consumed, every parameter filled."""
+"""Fill a model's parameters from tensors: every tensor is used once, and every parameter is filled."""
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing
@@ -26,18 +26,18 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "I64": torch.int64,
 }
-# bytes that have arrived, bytes in all
+# called with the bytes loaded so far and the total
 Progress = Callable[[int, int], None]
-# where each tensor belongs, by its name
+# destination of each tensor, by name
 Destinations = Mapping[str, torch.Tensor]
-# the name of a tensor, and how many more of its bytes have arrived
+# the name of a tensor, and how many of its bytes were just loaded
 Arrived = tuple[str, int]
-# fills the destinations and says what has arrived; when it ends, all of it is there
+# fills the destinations and yields progress; all copies are complete when it ends
 Supply = Callable[[Destinations], Generator[Arrived, None, None]]
 
 
 def local_slice(spec: TensorSpec, world: World) -> tuple[slice, ...]:
-    """This rank's part of a tensor as an index; whole dimensions are full slices."""
+    """Return this rank's shard of a tensor as an index; dimensions that are not sharded are full slices."""
     cut = [slice(None)] * len(spec.shape)
     if spec.shard is not None:
         size = part_shape(spec, world.size)[spec.shard]
@@ -46,7 +46,7 @@ def local_slice(spec: TensorSpec, world: World) -> tuple[slice, ...]:
 
 
 def made(tensors: Iterable[tuple[TensorSpec, torch.Tensor]]) -> Supply:
-    """Tensors that are already in memory, for `fill`: pairs of spec and this rank's part in the stored dtype."""
+    """Return a supply of tensors already in memory: pairs of spec and this rank's shard in the stored dtype."""
     return partial(_copy, tensors)
 
 
@@ -67,7 +67,7 @@ def _copy(
         nbytes = tensor.nbytes
         del tensor  # before the next one is made
         yield spec.name, nbytes
-    # one wait for the device instead of one a scale
+    # synchronize with the device once, not once per scale
     damaged = torch.stack([found for _, found in scales]).tolist() if scales else []
     for (spec, _), is_damaged in zip(scales, damaged, strict=True):
         if is_damaged:
@@ -84,13 +84,15 @@ def fill(
     progress: Progress | None = None,
     elsewhere: Destinations = MappingProxyType({}),
 ) -> None:
-    """Puts tensors into the parameters that the table names; each arrives once and none is left over.
+    """Fill the parameters that `specs` names. Each tensor arrives exactly once.
 
-    supply: `made` or `reading.stored`. progress is called at the start and with all that arrives, in this thread.
-    elsewhere: the destinations of tensors that are no part of a parameter, by name.
+    Args:
+        supply: `made`, or `read.stored`.
+        progress: called in this thread, at the start and whenever bytes arrive.
+        elsewhere: destinations, by name, of tensors that are not part of a parameter.
 
-    Raises CheckpointError for a tensor of another shape or dtype, a scale byte 255, a table that names an expert that
-    is not there, a tensor that comes twice or not at all; nothing else fills a parameter.
+    Raises CheckpointError if a tensor has another shape or dtype, arrives twice or never, or is unknown; if a scale is
+    invalid; if a table names an expert that does not exist.
     """
     done, total = 0, total_bytes(specs, world)
     own = {name: spec for name, spec in specs.items() if name not in elsewhere}
@@ -102,59 +104,65 @@ def fill(
         for name, nbytes in arrivals:
             waiting[name] -= nbytes
             if waiting[name] < 0:
-                raise CheckpointError(f"tensor {name} came twice")
+                raise CheckpointError(f"tensor {name} was loaded twice")
             done += nbytes
             if progress is not None:
                 progress(done, total)
     missing = [name for name, left in waiting.items() if left]
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors never came, the first is {min(missing)}")
+        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     experts = 1 + max((spec.expert for spec in specs.values() if spec.expert is not None), default=-1)
     for spec in (spec for spec in own.values() if spec.dtype == "I64"):
         check_table(spec, destinations[spec.name], experts)
 
 
 def total_bytes(specs: dict[str, TensorSpec], world: World) -> int:
-    """The bytes of this rank's part of all tensors."""
+    """Return the bytes of this rank's shard of all tensors."""
     return sum(prod(part_shape(spec, world.size)) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs.values())
 
 
 def no_scales(dtype: str, stored: Any) -> Any:
-    """Which bytes or numbers of a scale are none; stored: uint8 [..., n], of torch or of numpy, as the result."""
+    """Return a mask of the invalid scales: NaN, infinite, negative, and zero in fp32.
+
+    Args:
+        stored: bytes of the scales, uint8 [..., n], a torch tensor or NumPy array; the result has the same type.
+    """
     if dtype == "F32":
         numbers = stored.view(torch.float32 if isinstance(stored, torch.Tensor) else np.float32)
         return ~((numbers > 0) & (numbers < inf))
-    # e4m3: NaN, and the numbers below 0
+    # e4m3: NaN and negative numbers
     return stored == E8M0_NAN if dtype == "F8_E8M0" else stored >= E4M3_NAN
 
 
 def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:
-    """Raises CheckpointError unless a table of chosen experts, int64 [V, k], names those of a layer only: kernels read
-    where it says."""
+    """Raise CheckpointError unless a table of expert numbers, int64 [V, k], has only experts of the layer.
+
+    Kernels use the numbers as an index without a check.
+    """
     outside = ((chosen < 0) | (chosen >= experts)).any(1)
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
         raise CheckpointError(
-            f"{spec.name}: row {row}, {chosen[row].tolist()}, names an expert that is not there",
-            "the tensor is damaged: fetch its shard again",
+            f"{spec.name}: row {row}, {chosen[row].tolist()}, names an expert that does not exist",
+            "the tensor is damaged: download its shard again",
         )
 
 
 def damaged_scale(spec: TensorSpec) -> CheckpointError:
-    """What a number that is no scale is answered with."""
+    """Return the error for an invalid scale."""
     what = {
         "F8_E8M0": "the scale byte 255 (not a number)",
         "F8_E4M3": "a scale that is negative or not a number",
     }.get(spec.dtype, "a scale that is not a positive number")
-    return CheckpointError(f"{spec.name} holds {what}", "the tensor is damaged: fetch its shard again")
+    return CheckpointError(f"{spec.name} holds {what}", "the tensor is damaged: download its shard again")
 
 
 def allocate(
     model: nn.Module, specs: dict[str, TensorSpec], device: torch.device, world: World
 ) -> dict[str, torch.Tensor]:
-    """The empty destination of every tensor, by its name: a parameter, or an expert's row of one.
+    """Allocate the parameters. Return the destination of each tensor by name: a parameter or an expert's row.
 
-    Raises CheckpointError when the model has a parameter that the table lacks.
+    Raises CheckpointError if the model lacks a parameter that `specs` names, or has one that `specs` does not fill.
     """
     experts: dict[str, int] = {}
     for spec in specs.values():

@@ -1,4 +1,4 @@
-"""From a source of a model to a model ready to run."""
+"""Load a model from a checkpoint or random weights, ready to run."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -38,16 +38,22 @@ def load_model(
     drafting: Drafting = AUTO_DRAFTING,
     load: Workload = Workload(),  # noqa: B008 - frozen
 ) -> Transformer:
-    """The model of a source on a device. progress is called as weights arrive, with bytes done and in all. load: what
-    will be asked of it, for which a GPU leaves room. Where that has no room for all weights, routed experts stay in
-    host memory. On a CPU the weights become fp32 where memory allows. `decide` says so, and whether the drafter is
-    loaded and how large chunks of prompts are.
+    """Load a model on a device.
 
-    Raises UsageError where `drafting` asks for a number of drafts and there is no drafter, UnsupportedCheckpoint for
-    what the engine does not run, CheckpointError for a checkpoint that does not match the table tensor by tensor,
-    NotEnoughMemory when the weights do not fit on the device.
+    `decide` chooses where weights go, whether the drafter is loaded, and the prefill chunk size. On a GPU without
+    memory for all weights, routed experts stay in host memory. On a CPU, weights become fp32 if memory allows.
+
+    Args:
+        progress: called as weights arrive, with bytes done and total bytes.
+        load: the workload for which a GPU keeps memory free.
+
+    Raises:
+        UsageError: `drafting` requires drafts and there is no drafter.
+        UnsupportedCheckpoint: the engine does not support the model.
+        CheckpointError: the checkpoint's tensors do not match the model.
+        NotEnoughMemory: the weights do not fit on the device.
     """
-    # the fp32 products of the reference are fp32
+    # reference kernels multiply in full fp32, without TF32
     torch.set_float32_matmul_precision("highest")
     check_drafter(source, drafting)
     target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, drafting, load)
@@ -72,7 +78,7 @@ def build_random(
     progress: Progress | None = None,
     limits: MemoryLimits | None = None,
 ) -> Transformer:
-    """A model of random weights in the given formats; with `bf16` or `f32` throughout, one that can be trained."""
+    """Build a model with random weights in the given formats. If all formats are `bf16` or `f32`, it can be trained."""
     target = _Target(torch.device(device), world, limits or MemoryLimits(), progress, as_stored=True)
     return _build(config, numerics, formats, seed, target)
 
@@ -80,19 +86,19 @@ def build_random(
 def _build(config: ModelConfig, numerics: Numerics, formats: Formats, seed: int, target: "_Target") -> Transformer:
     config, specs, placement = _placed(config, formats, target)
     whole = random_tensors(specs.values(), seed, config.n_routed_experts, target.device)
-    tensors = map(partial(_part, target.world), whole)  # of which nothing stays
+    tensors = map(partial(_part, target.world), whole)  # lazy: one whole tensor at a time
     return _filled(config, numerics, specs, made(tensors), placement, target)
 
 
 def _part(world: World, whole: tuple[TensorSpec, torch.Tensor]) -> tuple[TensorSpec, torch.Tensor]:
-    """This rank's part of a tensor."""
+    """Return this rank's shard of a tensor."""
     spec, tensor = whole
     return spec, tensor[local_slice(spec, world)]
 
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a model goes, what it may take there, what is asked of it, and who gets its progress."""
+    """Where to load a model: device, ranks, memory limits, expected workload, and the progress callback."""
 
     device: torch.device
     world: World
@@ -103,11 +109,11 @@ class _Target:
     as_stored: bool = False
 
     def room(self) -> FreeMemory:
-        """What there is, as the ranks find it together: the same on each, so that all decide the same."""
+        """Return the least free memory over all ranks, so that all ranks decide the same."""
         on_gpu = self.device.type == "cuda"
         found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
         gpu, host = self.world.least(found)
-        # Triton's interpreter, which tests use on a CPU, reads storage formats
+        # Triton's interpreter (used by tests on a CPU) reads storage formats
         as_stored = self.as_stored or chosen() == "triton"
         return FreeMemory(gpu, host, self.world.ranks_here, self.limits, as_stored)
 
@@ -116,13 +122,13 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
     identity = source.identity
     check_coverage(identity.checkpoint, identity.stored_table).raise_if_incomplete()
     config, table, placement = _placed(identity.config, identity.formats, target)
-    # some layouts have plain tensors in another width
+    # some layouts store plain tensors in another dtype than the model uses
     specs = {name: identity.specs[name] for name in table}
     supply = stored(identity.checkpoint, specs.values(), target.world, naming=identity.naming)
     model = _filled(config, numerics, specs, supply, placement, target)
     for name, spec in table.items():
         if spec.dtype == "F32" and specs[name].dtype == "BF16":
-            # earlier versions of transformers saved so what the products take in fp32
+            # earlier versions of transformers saved tensors in bf16 that are multiplied in fp32
             parameter = model.get_parameter(spec.parameter)
             parameter.data = parameter.data.float()
     return model
@@ -131,10 +137,10 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
 def _placed(
     config: ModelConfig, formats: Formats, target: _Target
 ) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
-    """The model and its table, without the drafter where the plan leaves it out, and where its weights lie."""
+    """Return the config, the tensors to load and their placement, without the drafter if the placement omits it."""
     specs = loaded_tensors(config, formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
-    # rank 0 knows what is asked
+    # only rank 0 knows the workload
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
     ranks, divides = target.world.size, target.world.divides_from is not None
     triton = chosen() != "torch"

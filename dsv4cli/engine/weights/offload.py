@@ -1,10 +1,9 @@
-"""Routed experts that do not fit on the device: which lie there, which in host memory, and the way from there. The
-embedding, of which a token takes one row, lies in host memory beside them.
+"""Offload routed experts that do not fit on the GPU, and the embedding, to host memory.
 
-The first experts of a layer lie on the device for good, the others in pinned host memory; of these as many as there are
-slots lie on the device too, those used last. What gets no slot in a step, as in a long prompt, lies in staging, rows
-that all layers share. Kernels decide all of this, and nothing waits for the host. The experts' kernels compute in order
-of expert numbers, wherever these lie, so that no bit of a result depends on the memory.
+The first experts of each layer are resident on the GPU, the others are in pinned host memory. GPU slots cache the most
+recently used of the latter. Experts that get no slot in a step, as in a long prefill, are copied to staging rows that
+all layers share. Kernels manage the cache, so nothing waits for the host. The expert kernels compute in order of expert
+numbers wherever the weights are, so results do not depend on the placement.
 """
 
 import weakref
@@ -25,15 +24,20 @@ from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
 
 FEWER = "use more GPUs (--tp)"
-# of an expert, as `ExpertWeights` has them
+# the parts of an expert, in the order of `ExpertWeights`
 PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
 SECOND_SCALES = ("w1.scale_2", "w2.scale_2", "w3.scale_2")
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What of a model's weights lies in host memory. layers: the modules whose experts are divided, equal in form;
-    parts: shape and dtype of an expert's matrices and scales, by name; embedding: its shape and dtype."""
+    """The weights of a model that are offloaded to host memory.
+
+    Attributes:
+        layers: modules whose experts are divided; all have the same shapes and dtypes.
+        parts: shape and dtype of each matrix and scale of an expert, by name.
+        embedding: shape and dtype of the embedding.
+    """
 
     layers: tuple[str, ...]
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -42,18 +46,18 @@ class OffloadPlan:
 
     @property
     def host_bytes(self) -> int:
-        """The host memory that it takes."""
+        """Host memory needed, in bytes."""
         experts = len(self.layers) * self.division.offloaded * expert_bytes(self.parts)
         return experts + expert_bytes({EMBEDDING: self.embedding})
 
 
 def expert_bytes(parts: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
-    """Bytes of an expert."""
+    """Return the bytes of one expert."""
     return sum(prod(shape) * dtype.itemsize for shape, dtype in parts.values())
 
 
 def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> OffloadPlan:
-    """The plan of a table whose experts, but for those of a drafter, are divided so."""
+    """Return the offload plan for a table of tensors; the drafter's experts are not offloaded."""
     table = [spec for spec in specs if not is_drafter(spec)]
     layers, form = expert_layers(table, ranks)
     parts = {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}
@@ -62,10 +66,10 @@ def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Offl
 
 
 class ExpertOffload:
-    """The experts of all layers: stacks on the device, rows of the others in host memory."""
+    """The experts of all layers: stacked matrices on the GPU, and the offloaded rows in host memory."""
 
     def __init__(self, plan: OffloadPlan, device: torch.device) -> None:
-        """Raises NotEnoughMemory."""
+        """Allocate GPU and host memory. Raises NotEnoughMemory."""
         self.plan = plan
         division, layers = plan.division, len(plan.layers)
         rows = layers * division.rows + division.staging
@@ -73,7 +77,7 @@ class ExpertOffload:
             part: torch.empty(rows, *shape, dtype=dtype, device=device) for part, (shape, dtype) in plan.parts.items()
         }
         nbytes = sum(map(whole_pages, self._offloaded_bytes().values()))
-        # a layer has a block of its own, for no system gives more at once than it has now
+        # one block per layer: a single large allocation fails if the memory is not free right now
         self._blocks = [
             host_block(nbytes, "experts of a layer", f"lower --host-memory, or {FEWER}") for _ in plan.layers
         ]
@@ -90,12 +94,12 @@ class ExpertOffload:
         self._counts = torch.zeros(layers, 3, dtype=torch.int64, device=device)
 
     def _offloaded_bytes(self) -> dict[str, int]:
-        """Bytes of each part of the offloaded experts, in one layer."""
+        """Return the bytes of each part of one layer's offloaded experts."""
         offloaded = self.plan.division.offloaded
         return {part: offloaded * prod(shape) * dtype.itemsize for part, (shape, dtype) in self.plan.parts.items()}
 
     def _cut(self, block: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of the experts of a layer that are offloaded, [offloaded, ...] each, in its block."""
+        """Return views of one layer's offloaded experts in its block, by part, [offloaded, ...] each."""
         sizes, start, found = self._offloaded_bytes(), 0, {}
         for part, (shape, dtype) in self.plan.parts.items():
             found[part] = block[start : start + sizes[part]].view(dtype).view(-1, *shape)
@@ -103,13 +107,13 @@ class ExpertOffload:
         return found
 
     def install(self, model: nn.Module) -> None:
-        """Puts its experts and its embedding into a model."""
+        """Replace the experts and the embedding of a model with these."""
         for number, module in enumerate(self.plan.layers):
             model.set_submodule(module, self.layer(number))
         model.get_submodule(EMBEDDING.rpartition(".")[0]).register_parameter("weight", self.embedding)
 
     def destinations(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Where the tensors of experts and of the embedding go, by name."""
+        """Yield the name and destination of each tensor of the embedding and the experts."""
         yield EMBEDDING, self.embedding.data
         division, numbers = self.plan.division, {module: number for number, module in enumerate(self.plan.layers)}
         for spec in specs:
@@ -124,18 +128,18 @@ class ExpertOffload:
                 yield spec.name, self.host[numbers[module]][part][spec.expert - division.resident]
 
     def finish_loading(self) -> None:
-        """Pin the host memory and fill the slots, once all weights are loaded.
+        """Pin the host memory and fill the slots, after all weights are loaded.
 
         Raises:
-            NotEnoughMemory: the system does not pin a block. Blocks pinned before it are unpinned with this object.
+            NotEnoughMemory: the system cannot pin a block. Blocks already pinned are unpinned with this object.
         """
         division = self.plan.division
         if self._row_of_expert.is_cuda:
-            # what loading has left unused: the memory of graphs is not taken from it
+            # return memory that loading left cached: CUDA graphs do not allocate from it
             torch.cuda.empty_cache()
             addresses: list[int] = []
             weakref.finalize(self, unpin, addresses).atexit = False
-            # not before: pinning alone gives memory its pages one after another, reading by several threads at once
+            # pin after reading: reading faults pages in with several threads, pinning with only one
             for block in self._blocks:
                 addresses.append(pin(block, FEWER))
         for layer, host in enumerate(self.host):
@@ -144,7 +148,7 @@ class ExpertOffload:
                 stack[first : first + division.slots] = host[part][: division.slots]
 
     def layer(self, number: int) -> "LayerExperts":
-        """The experts of a layer."""
+        """Return the experts of one layer."""
         division = self.plan.division
         state = ExpertCache(
             row_of_expert=self._row_of_expert[number],
@@ -159,19 +163,25 @@ class ExpertOffload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all experts, each once."""
+        """Bytes of all experts, each counted once."""
         return len(self.plan.layers) * self.plan.division.experts * expert_bytes(self.plan.parts)
 
     def traffic(self) -> "Traffic":
-        """What has come from host memory so far; waits for the device."""
+        """Return the traffic from host memory so far. Synchronizes with the device."""
         tokens, chosen, found = self._counts.sum(0).tolist()
         return Traffic(tokens // len(self.plan.layers), chosen, found, (chosen - found) * expert_bytes(self.plan.parts))
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """tokens that went through the model; experts that steps have chosen in all layers, each counted once a step; those
-    of them that lay on the device; bytes of the others."""
+    """Counts of the expert cache.
+
+    Attributes:
+        tokens: tokens that went through the model.
+        chosen: experts that steps used, summed over layers; each counts once per step and layer.
+        found: those that were on the GPU (hits).
+        nbytes: bytes copied for the others (misses).
+    """
 
     tokens: int
     chosen: int
@@ -180,7 +190,7 @@ class Traffic:
 
 
 class LayerExperts(nn.Module):
-    """The routed experts of one layer of a model that does not fit; no parameters."""
+    """The routed experts of one layer of an offloaded model; it has no parameters."""
 
     def __init__(self, experts: ExpertOffload, number: int, state: ExpertCache) -> None:
         super().__init__()
@@ -188,7 +198,7 @@ class LayerExperts(nn.Module):
         self._host = list(experts.host[number].values())
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
-        """The experts, those chosen int64 [T, k] on the device until this is called again for any layer."""
+        """Return the experts. Those in `chosen`, int64 [T, k], stay on the GPU until the next call for any layer."""
         stacks = self.offload.stacks
         rows = expert_cache.fetch(chosen, self._state, self._host, list(stacks.values()))
         w1, w1_scale, w2, w2_scale, w3, w3_scale = (stacks.get(part) for part in PARTS)
@@ -200,10 +210,10 @@ class LayerExperts(nn.Module):
 
     @property
     def bytes_per_expert(self) -> int:
-        """Bytes of an expert."""
+        """Bytes of one expert."""
         return expert_bytes(self.offload.plan.parts)
 
 
 def offload_of(model: nn.Module) -> ExpertOffload | None:
-    """The experts of a loaded model that lie in host memory in part, None where all lie on its device."""
+    """Return the offload of a loaded model, or None if all its experts are on its device."""
     return next((module.offload for module in model.modules() if isinstance(module, LayerExperts)), None)

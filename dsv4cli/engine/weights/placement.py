@@ -1,6 +1,6 @@
-"""What of a model's weights lies on the GPU and what in host memory: decided here alone; no torch.
+"""Decide which of a model's weights go to the GPU and which to host memory; no torch.
 
-Loading asks with what it finds, `inspect --fit` with the machine that it describes. Sizes are those of one rank's part.
+Loading decides with the memory it finds, `inspect --fit` with the machine that the user describes. Sizes are per rank.
 """
 
 from collections.abc import Sequence
@@ -13,19 +13,21 @@ from dsv4cli.engine.weights.reserve import Reserve
 from dsv4cli.engine.weights.sizes import RankSizes
 from dsv4cli.errors import NotEnoughMemory
 
-# the smallest chunks of prompts that a drafter beside the other weights is worth
+# the smallest prefill chunk, in tokens, that is worth accepting to fit a drafter
 DRAFTER_CHUNK = 1024
-# of free host memory so many eighths may be pinned for experts
+# eighths of free host memory that may be pinned for experts
 HOST_EIGHTHS = 7
-# on a CPU weights are dequantized at load if they then take at most 1 / DEQUANTIZED_PART of the free memory: steps of
-# small models become faster, and other programs keep their memory
+# on a CPU, weights are dequantized at load if they then take at most 1 / DEQUANTIZED_PART of free memory: small models
+# get faster, and other programs keep their memory
 DEQUANTIZED_PART = 4
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What a user allows, in bytes: of weights on each GPU, of host memory for all ranks of a machine. None: what is
-    free, but for what else needs it."""
+    """The user's limits, in bytes: weights on each GPU, and host memory for all ranks of a machine.
+
+    None: use free memory, less what everything else needs.
+    """
 
     gpu: int | None = None
     host: int | None = None
@@ -33,11 +35,12 @@ class MemoryLimits:
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """The memory that each rank finds, in bytes.
+    """The memory available to each rank, in bytes.
 
-    gpu: free on its GPU once CUDA is there; None: the model lies in host memory. host: free on its machine, None where
-    the system does not tell. ranks_here: how many ranks share that. as_stored: the weights keep their storage format
-    on a CPU too.
+    Attributes:
+        gpu: free on its GPU once CUDA is initialized; None if the model runs on the CPU.
+        host: free on its machine, which `ranks_here` ranks share; None if the system does not report it.
+        as_stored: whether weights also keep their storage format on a CPU.
     """
 
     gpu: int | None
@@ -48,41 +51,42 @@ class FreeMemory:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether no GPU computes."""
+        """Whether the model runs on the CPU."""
         return self.gpu is None and self.limits.gpu is None
 
     @property
     def each(self) -> int | None:
-        """What a rank has where it computes."""
+        """Memory for one rank on the device that computes."""
         if self.gpu is not None:
             return self.gpu
         return None if self.host_weights is None else self.host_weights // self.ranks_here
 
     def weights(self, beside: Reserve) -> int:
-        """The most bytes of weights on the GPU."""
+        """Return the largest number of bytes of weights on the GPU."""
         if self.limits.gpu is None:
             return (self.gpu or 0) - beside.total
         return self.limits.gpu
 
     @property
     def host_experts(self) -> int | None:
-        """The most bytes of experts in host memory."""
+        """The largest number of bytes of offloaded experts in host memory."""
         if self.limits.host is not None or self.host is None:
             return self.limits.host
         return self.host * HOST_EIGHTHS // 8
 
     @property
     def host_weights(self) -> int | None:
-        """The most bytes of weights where all of them lie in host memory."""
+        """The largest number of bytes of weights if all of them are in host memory."""
         return self.host if self.limits.host is None else self.limits.host
 
 
 @dataclass(frozen=True)
 class Division:
-    """How `experts` of each layer are divided: `rows` of them lie on the device, `slots` of these rows change hands.
+    """The division of each layer's `experts`: `rows` of them are on the GPU, and `slots` of these rows are a cache.
 
-    There are as many slots as experts without a row, so that the host holds no more than twice what must lie there; but
-    enough for a token, no more than rows, and fewer where host memory is short: what is in no slot stays for good.
+    There are as many slots as experts without a row, so that host memory holds at most twice the necessary minimum; but
+    enough for one token, at most `rows`, and fewer if host memory is short. Rows that are not slots hold resident
+    experts.
     """
 
     experts: int
@@ -91,7 +95,7 @@ class Division:
 
     @property
     def resident(self) -> int:
-        """Experts that lie on the device for good."""
+        """Experts that always stay on the GPU."""
         return self.rows - self.slots
 
     @property
@@ -101,15 +105,21 @@ class Division:
 
     @property
     def staging(self) -> int:
-        """Rows that all layers share: for all experts that find no slot."""
+        """Rows shared by all layers, enough for all experts that find no slot."""
         return self.experts - self.rows
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one rank's weights lie. drafter: whether one is loaded. division: None where all experts lie on the device;
-    else the embedding lies in host memory too. device, host: bytes of weights there. chunk: how many tokens of a prompt
-    a step may have. dequantized: whether all weights are fp32 once they are loaded."""
+    """The placement of one rank's weights, `device` bytes on its device and `host` bytes in host memory.
+
+    Attributes:
+        drafter: whether the drafter is loaded.
+        division: None if all weights are on the device; else the division of the experts (the embedding is offloaded
+            too).
+        chunk: largest prefill chunk, in tokens.
+        dequantized: whether all weights are fp32 after loading.
+    """
 
     drafter: bool
     division: Division | None
@@ -122,11 +132,16 @@ class Placement:
 def decide(
     sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
 ) -> Placement:
-    """Where the weights of each rank lie: all on the device, with the largest chunks of prompts that there is room for,
-    else with experts in host memory. The drafter is loaded where it fits beside all other weights; beside experts in
-    host memory only if a number of drafts is asked for, as drafts do not pay there.
+    """Return the placement of each rank's weights.
 
-    beside: what a GPU holds beside weights, for each chunk that may be, the most wanted first. Raises NotEnoughMemory.
+    If all weights fit on the device, the prefill chunk is the largest that fits with them; otherwise experts are
+    offloaded. The drafter is loaded if it fits with all other weights. With offloaded experts it is loaded only if
+    `drafting` requires it, because drafting does not pay off there.
+
+    Args:
+        beside: memory reserved besides weights, for each possible chunk size, the preferred one first.
+
+    Raises NotEnoughMemory.
     """
     if room.on_cpu:
         beside = _up_to(CPU_CHUNK, beside)
@@ -142,16 +157,16 @@ def decide(
         found = _with_drafter(sizes, room, beside, found)
     if room.gpu is not None and found.device > room.gpu:
         raise NotEnoughMemory(
-            f"the weights on the GPU take {found.device / 1e9:.4g} GB, and {room.gpu / 1e9:.4g} GB of it are free",
+            f"the weights on the GPU take {found.device / 1e9:.4g} GB, but only {room.gpu / 1e9:.4g} GB are free",
             "lower --gpu-memory, or leave it out",
         )
     return _dequantized(found, sizes, room, beside)
 
 
 def _dequantized(found: Placement, sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
-    """The placement with fp32 weights, on a CPU whose memory has room for them; drafter and chunk stay the same.
+    """Return the placement with fp32 weights if they fit in a CPU's memory; drafter and chunk stay the same.
 
-    Without --host-memory that is DEQUANTIZED_PART of the free memory, with it all of what it allows.
+    The weights may use 1 / DEQUANTIZED_PART of free memory, or with --host-memory all that it allows.
     """
     if room.each is None or not room.on_cpu or room.as_stored:
         return found
@@ -164,18 +179,18 @@ def _dequantized(found: Placement, sizes: RankSizes, room: FreeMemory, beside: S
 
 
 def _with_drafter(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:
-    """The placement with the drafter beside experts in host memory. Raises NotEnoughMemory."""
+    """Return the placement with the drafter and offloaded experts. Raises NotEnoughMemory."""
     if without.division is not None:
         with suppress(NotEnoughMemory):
             return replace(_divided(replace(sizes, drafter=0), room, beside), drafter=True)
     raise NotEnoughMemory(
-        f"the drafter takes {sizes.drafter / 1e9:.4g} GB and finds no room beside the other weights",
-        "give --draft off, or make room: a higher --gpu-memory, more GPUs (--tp), a machine with more memory",
+        f"the drafter takes {sizes.drafter / 1e9:.4g} GB and does not fit with the other weights",
+        "use --draft off, a higher --gpu-memory, more GPUs (--tp), or a machine with more memory",
     )
 
 
 def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
-    """All weights on the device; None where they, or what is needed beside them, find no room there."""
+    """Return the placement with all weights on the device; None if they and the memory reserve do not fit."""
     if room.on_cpu:
         fitting = beside if room.each is None or sizes.total <= room.each else []
     else:
@@ -184,24 +199,24 @@ def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Pla
 
 
 def _leaves_room(found: Placement, room: FreeMemory, beside: Sequence[Reserve]) -> bool:
-    """Whether what is needed beside the weights finds room too. A limit of host memory is of weights alone."""
+    """Return whether the reserve also fits. A user's limit covers weights alone: with one, this is not checked."""
     one = next(one for one in beside if one.chunk == found.chunk)
     unlimited = (room.limits.gpu, room.limits.host) == (None, None)
     return not unlimited or room.each is None or found.device + one.total <= room.each
 
 
 def _roomy(beside: Sequence[Reserve], weights: int, room: FreeMemory) -> Reserve:
-    """The first that has room beside so many bytes of weights; else the last."""
+    """Return the first reserve that fits with this many bytes of weights, or the last."""
     return next((one for one in beside if room.each is None or weights + one.total <= room.each), beside[-1])
 
 
 def _up_to(chunk: int, beside: Sequence[Reserve]) -> Sequence[Reserve]:
-    """Those that are tried where larger chunks do not pay: on a CPU, and beside experts in host memory."""
+    """Return the reserves up to this chunk size; on a CPU and with offloaded experts larger chunks do not pay off."""
     return [one for one in beside if one.chunk <= chunk] or beside
 
 
 def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
-    """The placement with experts in host memory, with the first chunk that leaves room for those of a token."""
+    """Return the placement with offloaded experts, with the first chunk that leaves memory for a token's experts."""
     if room.on_cpu:
         raise _host_is_short(sizes.total, room)
     usual = _up_to(USUAL_CHUNK, beside)
@@ -210,8 +225,8 @@ def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> P
     rows = most_rows(sizes, most)
     if rows < sizes.chosen:
         raise NotEnoughMemory(
-            f"{max(most, 0) / 1e9:.4g} GB of GPU memory are too few for the weights",
-            f"from --gpu-memory {-(-least_on_gpu(sizes) // 10**6)}MB on they run; more GPUs share them (--tp)",
+            f"{max(most, 0) / 1e9:.4g} GB of GPU memory is not enough for the weights",
+            f"use at least --gpu-memory {-(-least_on_gpu(sizes) // 10**6)}MB, or more GPUs (--tp)",
         )
     division, device = Division(sizes.experts, rows, _slots(sizes, room, rows)), on_gpu(sizes, rows)
     host = sizes.layers * division.offloaded * sizes.expert + sizes.embedding
@@ -221,7 +236,7 @@ def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> P
 
 
 def _host_is_short(needed: int, room: FreeMemory) -> NotEnoughMemory:
-    """What the ranks of a machine are answered with that do not find `needed` bytes of it each."""
+    """Return the error for ranks of a machine that lacks `needed` bytes for each of them."""
     assert room.host_weights is not None
     ranks = f" of {room.ranks_here} ranks" if room.ranks_here > 1 else ""
     return NotEnoughMemory(
@@ -232,7 +247,7 @@ def _host_is_short(needed: int, room: FreeMemory) -> NotEnoughMemory:
 
 
 def _slots(sizes: RankSizes, room: FreeMemory, rows: int) -> int:
-    """How many rows change hands. Raises NotEnoughMemory where host memory has no room for what that takes."""
+    """Return the number of slots per layer. Raises NotEnoughMemory if host memory is too small."""
     slots, limit = max(sizes.chosen, min(rows, sizes.experts - rows)), room.host_experts
     if limit is None:
         return slots
@@ -240,34 +255,34 @@ def _slots(sizes: RankSizes, room: FreeMemory, rows: int) -> int:
     slots = min(slots, waiting + rows - sizes.experts)
     if slots < sizes.chosen:
         each = least_in_host(sizes, rows)
-        ranks = f" by {room.ranks_here} ranks" if room.ranks_here > 1 else ""
+        ranks = f" for {room.ranks_here} ranks" if room.ranks_here > 1 else ""
         raise NotEnoughMemory(
-            f"experts need at least {each * room.ranks_here / 1e9:.4g} GB of host memory{ranks}, and may have "
-            f"{limit / 1e9:.4g} GB of it",
-            "use more GPUs (--tp) or a machine with more memory; where the system reports less than there is, "
-            "give --host-memory SIZE",
+            f"experts need at least {each * room.ranks_here / 1e9:.4g} GB of host memory{ranks}, but only "
+            f"{limit / 1e9:.4g} GB may be used",
+            "use more GPUs (--tp) or a machine with more memory; if the system reports too little memory, "
+            "set --host-memory SIZE",
         )
     return slots
 
 
 def most_rows(sizes: RankSizes, most: int) -> int:
-    """How many experts of a layer lie on a device that has room for `most` bytes of weights."""
+    """Return how many experts of each layer fit on a device with `most` bytes for weights."""
     if sizes.layers < 2:
         return 0
-    # every layer has its rows, and all share the staging: layers * rows + (experts - rows)
+    # every layer has its own rows, and all share the staging rows: layers * rows + (experts - rows)
     return min(((most - sizes.rest) // sizes.expert - sizes.experts) // (sizes.layers - 1), sizes.experts - 1)
 
 
 def on_gpu(sizes: RankSizes, rows: int) -> int:
-    """Bytes of weights on the device with so many experts of each layer there."""
+    """Return the bytes of weights on the device if `rows` experts of each layer are there."""
     return sizes.rest + (sizes.layers * rows + sizes.experts - rows) * sizes.expert
 
 
 def least_on_gpu(sizes: RankSizes) -> int:
-    """The fewest bytes of weights on the device with which the model runs."""
+    """Return the fewest bytes of weights on the device with which the model runs."""
     return min(on_gpu(sizes, sizes.chosen), sizes.main)
 
 
 def least_in_host(sizes: RankSizes, rows: int) -> int:
-    """The fewest bytes in host memory when so many experts of each layer lie on the device."""
+    """Return the fewest bytes in host memory if `rows` experts of each layer are on the device."""
     return sizes.layers * (sizes.experts - rows + sizes.chosen) * sizes.expert + sizes.embedding

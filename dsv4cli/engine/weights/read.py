@@ -1,6 +1,6 @@
-"""From the files of a checkpoint to the parameters of a model: several threads, each reading a piece at a time.
+"""Read checkpoint files into a model's parameters with several threads, each reading one piece at a time.
 
-Host memory is read into directly, memory on a GPU through staging buffers; nothing else holds weights.
+Host memory is the target of reads directly; GPU memory is filled through staging buffers. There are no other copies.
 """
 
 import threading
@@ -26,22 +26,27 @@ from dsv4cli.engine.weights.staging import Staging
 from dsv4cli.errors import CheckpointError
 
 THREADS = 8
-# bytes that a thread reads for one job, and of a staging buffer
+# bytes that a thread reads in one job, and the size of a staging buffer
 PIECE = 16 * 1024 * 1024
-# while one buffer of a thread is copied from, it fills the other
+# a thread fills one buffer while the other is copied to the device
 BUFFERS_A_THREAD = 2
-# whole rows of which a rank takes some columns are read so many bytes at once: they stay in a core's cache
+# bytes read at once from whole rows when a rank needs only some columns: they stay in a core's cache
 STRIP = 256 * 1024
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRows:
-    """Rows of this rank's part of a tensor, or columns of them that one stored tensor holds.
+    """A piece of this rank's shard of a tensor: rows of it, or those columns of the rows that one stored tensor holds.
 
-    first, count: rows of the part. inside: bytes of such a row before the piece, row: of it in all. width: bytes of the
-    piece in each row. stride: bytes of a row in the file. begin: byte of the stored tensor where the piece begins.
-    reciprocal: whether fp32 numbers are stored as 1 / x.
+    Attributes:
+        first, count: first row and number of rows of the shard.
+        inside: bytes of each row before the piece.
+        row: bytes of a whole row of the shard.
+        width: bytes of the piece in each row.
+        stride: bytes of a row in the file.
+        begin: offset of the piece in the stored tensor, in bytes.
+        reciprocal: whether fp32 numbers are stored as 1 / x.
     """
 
     spec: TensorSpec
@@ -61,24 +66,24 @@ class TensorRows:
         return self.count * self.width
 
     def of(self, destination: torch.Tensor) -> torch.Tensor:
-        """The piece's part of its tensor's destination: uint8 [count, width]."""
+        """Return the piece's view of its tensor's destination: uint8 [count, width]."""
         rows = destination.view(-1).view(torch.uint8).view(-1, self.row)
         return rows[self.first : self.first + self.count, self.inside : self.inside + self.width]
 
     def read(self, files: Files, into: Bytes) -> None:
-        """Fills uint8 [count, width]. Raises CheckpointError for a file that ends before and for a damaged scale."""
+        """Read the piece into uint8 [count, width]. Raises CheckpointError for a truncated file or an invalid scale."""
         if self.width == self.stride and into.flags.c_contiguous:
             files.read(self.info, self.begin, into.reshape(-1).data)
         else:
             self._read_columns(files, into)
         if self.reciprocal:
-            with np.errstate(divide="ignore"):  # what is no scale is refused below
+            with np.errstate(divide="ignore"):  # invalid scales raise below
                 np.divide(1, numbers := into.view(np.float32), out=numbers)
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
 
     def _read_columns(self, files: Files, into: Bytes) -> None:
-        """Reads whole rows, except for what is before the first and behind the last byte wanted, and keeps columns."""
+        """Read whole rows, trimmed before the first and after the last byte of the piece, and keep its columns."""
         at_once = max(1, STRIP // self.stride)
         strip = np.empty(at_once * self.stride, np.uint8)
         for row in range(0, self.count, at_once):
@@ -95,10 +100,15 @@ def stored(
     threads: int = THREADS,
     naming: Naming = OfficialNaming(),  # noqa: B008 - frozen
 ) -> Supply:
-    """This rank's part of each tensor of a checkpoint, for `fill`; of one that is cut by columns whole rows are read.
+    """Return a supply for `fill` of this rank's shard of a checkpoint. The first error stops all threads.
 
-    naming: where the checkpoint has each tensor. The first error ends all threads. Raises CheckpointError for a tensor
-    that is not there or has another dtype or shape, a damaged scale, a file that cannot be read or ends too early.
+    Whole rows are read of tensors that are sharded by columns.
+
+    Args:
+        naming: name and location of each tensor in the checkpoint.
+
+    Raises CheckpointError if a tensor is missing or has another dtype or shape, a scale is invalid, or a file is
+    truncated or cannot be read.
     """
     return partial(_fill, checkpoint, naming, list(specs), world, threads)
 
@@ -130,14 +140,14 @@ def _fill(
 
 
 def needs_staging(destination: torch.Tensor) -> bool:
-    """Whether a file cannot be read into it directly."""
+    """Return whether files cannot be read into this memory directly."""
     return destination.device.type != "cpu"
 
 
 def _carry(
     load: list[TensorRows], files: Files, destinations: Destinations, staging: Staging | None, stop: threading.Event
 ) -> list[TensorRows]:
-    """Takes pieces to their destinations, until it is called off; from a buffer they may still be on the way."""
+    """Read pieces to their destinations until stopped. Copies from a staging buffer may still run on return."""
     start = 0
     with nullcontext() if staging is None else staging.buffer() as buffer:
         for piece in load:
@@ -166,13 +176,13 @@ def _info(checkpoint: Checkpoint, location: Location) -> TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class ByteBox:
-    """Rows of a tensor, and bytes of each of them."""
+    """A range of rows of a tensor, and a range of bytes in each row."""
 
     rows: range
     columns: range
 
     def __and__(self, other: "ByteBox") -> "ByteBox":
-        """What both have."""
+        """Return the intersection."""
         rows, columns = (
             range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
             for ours, theirs in ((self.rows, other.rows), (self.columns, other.columns))
@@ -181,8 +191,8 @@ class ByteBox:
 
 
 def _box(spec: TensorSpec, dim: int | None, part: int, parts: int) -> ByteBox:
-    """One of equal parts of a tensor along a dimension; None: all of it."""
-    outer = spec.shard or 1  # the dimensions that a row counts
+    """Return one of `parts` equal parts of a tensor along a dimension, or the whole tensor if `dim` is None."""
+    outer = spec.shard or 1  # number of leading dimensions that count rows
     rows, row = prod(spec.shape[:outer]), prod(spec.shape[outer:]) * TORCH_DTYPES[spec.dtype].itemsize
     if dim is None:
         return ByteBox(range(rows), range(row))
@@ -192,11 +202,11 @@ def _box(spec: TensorSpec, dim: int | None, part: int, parts: int) -> ByteBox:
 
 
 def _pieces(checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, world: World) -> Iterator[TensorRows]:
-    """This rank's part of a tensor, by rows that a buffer takes."""
-    part_shape(spec, world.size)  # refuses ranks that do not divide it
+    """Yield this rank's shard of a tensor in pieces that each fit in a buffer."""
+    part_shape(spec, world.size)  # raises if the ranks do not divide it
     own = _box(spec, spec.shard, world.rank, world.size)
     locations = naming.locations(spec)
-    # what is not cut lies whole in each of them
+    # if it is not split, each location has all of it
     for location in locations if locations[0].cut else locations[:1]:
         info, cut = _info(checkpoint, location), location.cut
         held = _box(spec, cut.dim, cut.part, cut.parts) if cut else _box(spec, None, 0, 1)
@@ -223,7 +233,7 @@ def _pieces(checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, world: Wor
 
 
 def _loads(pieces: Iterable[TensorRows]) -> Iterator[list[TensorRows]]:
-    """Pieces that follow each other and together fit in a buffer."""
+    """Yield lists of consecutive pieces that together fit in a buffer."""
     load: list[TensorRows] = []
     taken = 0
     for piece in pieces:

@@ -1,7 +1,7 @@
-"""An upper estimate of what one step allocates beside weights and cache, with the reference kernels; no torch.
+"""An upper bound of the memory that one step of the reference kernels allocates besides weights and cache; no torch.
 
-Each term counts the tensors that are alive together at the widest point of one part of the model, in bytes. T tokens of
-B sequences; D hidden, N streams, H heads of width d, K chosen experts of inner width I.
+Each term is the bytes of the tensors alive at the peak of one part of the model. T tokens of B sequences; D hidden
+size, N streams, H heads of width d, K experts per token of intermediate size I.
 """
 
 from dsv4cli.engine.config.capacity import LIST_BLOCK, PRODUCT_ROWS, ROLLBACK
@@ -12,19 +12,19 @@ from dsv4cli.engine.config.storage import Formats
 
 # bytes of an activation (bf16), of fp32, of an index (int64)
 ACTIVATION, FP32, INDEX = 2, 4, 8
-# bytes for each value of a matrix while it is dequantised, and once it is
+# bytes per value of a matrix, while it is dequantized and afterwards
 WIDENED = {form: (6, 4) for form in STORAGE if is_quantised(form)} | {"bf16": (4, 4), "f32": (0, 0)}
-# fp8_round, and the Hadamard rotation with fp4_round, for each value: at most so many copies in fp32
+# bytes per value of fp8_round, and of the Hadamard rotation with fp4_round: fp32 copies alive at once
 ROUNDED = 4 * FP32
 ROTATED = 8 * FP32
-# for each score that is sorted: the mask, the scores masked, sorted and as they were, their order; on a GPU the buffers
-# of the sort beside them (33 bytes in all on an H200, torch 2.13)
+# bytes per sorted score: the mask, the scores (original, masked and sorted) and their order; on a GPU also the sort's
+# buffers (33 bytes in total on an H200, torch 2.13)
 SORTED = 1 + 3 * ACTIVATION + INDEX
 SORTED_ON_GPU = SORTED + 19
 
 
 class WidestStep:
-    """The widest points of a step; `config` is one rank's part of the model."""
+    """Peak memory of each part of a step. `config` has one rank's shard of the dimensions."""
 
     def __init__(
         self, config: ModelConfig, formats: Formats, *, tokens: int, batch: int, context: int, on_gpu: bool
@@ -40,14 +40,14 @@ class WidestStep:
         self.queries = tokens * config.num_attention_heads * config.head_dim
 
     def peak(self) -> int:
-        """The lists of the batch, which last for the step, and the widest point."""
+        """Return the bytes of the batch's index lists, which live for the whole step, plus the largest peak."""
         return int(
             self.lists()
             + max(self.connections(), self.projections(), self.indexer(), self.attention(), self.experts(), self.head())
         )
 
     def lists(self) -> float:
-        """Ids, positions, blocks, window rows, rotations, the table of entries, the lists of HCA layers."""
+        """Return the bytes of ids, positions, blocks, window rows, rotations, entry table and lists of HCA layers."""
         c, listed = self.config, self.entries[HCA]
         rows = 8 + c.sliding_window + (c.sliding_window + 2 * listed if listed else 0)
         rotations = 3 * c.qk_rope_head_dim // 2  # complex64
@@ -55,17 +55,17 @@ class WidestStep:
         return INDEX * (self.tokens * (rows + rotations) + self.batch * (blocks + sum(self.entries.values())))
 
     def base(self) -> int:
-        """The streams before a block, in it and after it, their weights; a sublayer's input and output."""
+        """Return the bytes of the streams before, in and after a block, and of a sublayer's input and output."""
         streams = self.config.hc_mult
         return ACTIVATION * self.hidden * (3 * streams + 2) + 3 * FP32 * self.tokens * streams * (streams + 1)
 
     def connections(self) -> float:
-        """connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
+        """Return the peak of connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
         streams = self.config.hc_mult
         return self.base() + FP32 * self.hidden * (streams * (streams + 2) + 1)
 
     def linear(self, rows: int, columns: int, form: FormatName) -> float:
-        """A linear of the reference: its matrix in fp32, input and output in fp32 and rounded."""
+        """Return the peak of a reference linear: its matrix in fp32, input and output in fp32 and rounded."""
         widening, held = WIDENED[form]
         product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
         return max(
@@ -76,7 +76,7 @@ class WidestStep:
         )
 
     def projections(self) -> float:
-        """Queries up, their norm, and the grouped output beside the window keys."""
+        """Return the peak of attention's projections: queries and their norm; grouped output with window keys."""
         c, form = self.config, self.formats
         inner, width = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
         widening, held = WIDENED[form.output]
@@ -96,7 +96,7 @@ class WidestStep:
         )
 
     def compressor(self, ratio: int, width: int) -> float:
-        """Values and scores of the step, then behind those of the rings, then of the members of each new group."""
+        """Return the peak of a compressor: values and scores of the step, the rings and the new groups' members."""
         channels, span = (2 * width, 2 * ratio) if ratio == CSA else (width, ratio)
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
@@ -104,7 +104,7 @@ class WidestStep:
         return FP32 * (channels * (rows + self.config.hidden_size) + self.multiplied * self.config.hidden_size)
 
     def indexer(self) -> float:
-        """The compressors; then queries of the indexer, scores of all entries, their order, the chosen ones."""
+        """Return the peak of the compressors and the indexer: its queries, scores, sort order and selection."""
         c, entries, tokens = self.config, self.entries[CSA], self.tokens
         before = self.base() + self.inputs() + ACTIVATION * (self.queries + tokens * c.q_lora_rank)
         pools = [self.compressor(ratio, c.head_dim) for ratio in (CSA, HCA) if ratio in c.compress_ratios]
@@ -125,8 +125,10 @@ class WidestStep:
         return before + max(candidates)
 
     def inputs(self) -> int:
-        """What attention holds to its end: latent queries, keys, raw rows of compressors, queries of the indexer; for
-        long chunks the rings of the sequences with the step's keys behind them."""
+        """Return the bytes that attention keeps until its end: latent queries, keys, compressor rows, indexer queries.
+
+        For long chunks also the sequences' rings with the step's keys appended.
+        """
         c, wide = self.config, 0
         if 4 in c.compress_ratios:
             wide = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads * c.index_head_dim // 2
@@ -139,7 +141,7 @@ class WidestStep:
         return made + ACTIVATION * (2 * self.batch * ring + self.tokens) * c.head_dim
 
     def attention(self) -> float:
-        """One block of rows beside the block before it; then the running sums in fp32 with the block added."""
+        """Return the peak of attention: two blocks of list rows; then fp32 sums while a block is added."""
         c = self.config
         lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
         rows = LIST_BLOCK * self.tokens * c.head_dim
@@ -149,8 +151,12 @@ class WidestStep:
         return self.base() + self.inputs() + lists + ACTIVATION * self.queries + max(reading, adding)
 
     def experts(self) -> float:
-        """One expert over its tokens beside the outputs of those before it, the input and the rows of it that are its;
-        then all outputs, put in order. The attention's output, which is in the streams by now, is still there."""
+        """Return the peak of the experts.
+
+        It is one expert over its tokens, with the outputs of earlier experts, the input and the expert's rows of it; or
+        all outputs while they are put in order. Attention's output is still alive, although already added to the
+        streams.
+        """
         c, form = self.config, self.formats
         chosen = self.hidden * c.num_experts_per_tok
         order = 11 * INDEX * self.tokens * c.num_experts_per_tok
@@ -167,14 +173,17 @@ class WidestStep:
         )
 
     def expert(self, form: FormatName) -> float:
-        """One expert over all tokens: gate, up, their product, and a linear; the clamps take no more than rounding."""
+        """Return the peak of one expert over all tokens: gate, up, their product, and a linear.
+
+        The clamps need no more memory than rounding.
+        """
         hidden, inner = self.config.hidden_size, self.config.moe_intermediate_size
         return 3 * ACTIVATION * self.tokens * inner + max(
             self.linear(inner, hidden, form), self.linear(hidden, inner, form)
         )
 
     def head(self) -> float:
-        """The head in fp32, the logits of the sequences and what is drawn from them."""
+        """Return the peak of the head in fp32, the sequences' logits and sampling."""
         c = self.config
         matrix = WIDENED[self.formats.dense][1] * c.vocab_size * c.hidden_size
         return self.base() + matrix + 6 * FP32 * self.batch * c.vocab_size

@@ -1,7 +1,7 @@
-"""What a device holds beside weights: the cache, the tensors of a step, what CUDA and Triton load; no torch.
+"""Memory that a device needs besides weights: cache, a step's tensors, and what CUDA and Triton load; no torch.
 
-Loading leaves room for it, and `inspect --fit` shows it: both ask here. The cache and the tensors that tensor
-parallelism does not cut are whole on every rank.
+Loading keeps this memory free, and `inspect --fit` shows it. Every rank has the whole cache and all tensors that tensor
+parallelism does not shard.
 """
 
 from dataclasses import dataclass, replace
@@ -14,25 +14,29 @@ from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.shares import rows_each
 
-# tokens of a prompt in a step, the most wanted first: a larger one is faster and takes more memory
+# prefill chunk sizes in tokens, the preferred first: a larger one is faster and needs more memory
 CHUNKS = (MAX_STEP_TOKENS, USUAL_CHUNK, 2048, 1024, 512, 256, 128, 64)
-# the longest sequence that is thought of where lengths are not known
+# assumed context in tokens if lengths are not known
 FAR = 131_072
-# kernels that are loaded, and CUDA graphs, 0.2 GB on an H200 with torch 2.11; of several ranks NCCL beside them
+# bytes of loaded kernels and CUDA graphs (0.2 GB on an H200 with torch 2.11), and of NCCL with several ranks
 OVERHEAD, NCCL = 6 * 10**8, 10**9
-# gaps between the tensors of steps: a part of their size (H200, torch 2.11: 24 % of 1.2 and of 2.4 GB)
+# allocator fragmentation is 1 / GAPS of a step's tensors (H200, torch 2.11: 24 % of 1.2 GB and of 2.4 GB)
 GAPS = 4
 # bytes of an activation (bf16), of fp32, of an index (int64)
 ACTIVATION, FP32, INDEX = 2, 4, 8
-# entries that the choice of the best ones keeps of a token, with their numbers, while it reads the others
+# entries per token, with their numbers, that top-k keeps while it reads the others
 KEPT = 8192
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of a model: `batch` sequences of `context` tokens each, prompts in chunks of `chunk` tokens, None:
-    of as many as there is room for. serves: many clients share `cache` bytes for what they ask, None: half of what the
-    weights leave."""
+    """The expected workload of a model: `batch` sequences of `context` tokens each.
+
+    Attributes:
+        chunk: tokens of a prefill chunk; None for the largest that fits.
+        serves: whether many clients share `cache` bytes of KV cache.
+        cache: bytes of KV cache of a server; None for half of the memory that the weights leave.
+    """
 
     context: int = FAR
     batch: int = 1
@@ -41,14 +45,19 @@ class Workload:
     cache: int | None = None
 
     def tokens(self, chunk: int) -> int:
-        """The most tokens of one step, as the schedule joins them."""
+        """Return the largest number of tokens in one step with this chunk size, as the scheduler batches them."""
         return min(self.batch * min(chunk, self.context), MAX_STEP_TOKENS)
 
 
 @dataclass(frozen=True)
 class Reserve:
-    """Bytes beside weights with prompts in chunks of `chunk` tokens. step: the most that the tensors of one take, with
-    gaps. overhead: of CUDA."""
+    """Memory needed besides weights, in bytes, with prefill chunks of `chunk` tokens.
+
+    Attributes:
+        cache: the cache.
+        step: the peak of a step's tensors, with fragmentation.
+        overhead: CUDA, kernels and NCCL.
+    """
 
     chunk: int
     cache: int
@@ -57,7 +66,7 @@ class Reserve:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all parts."""
         return self.cache + self.step + self.overhead
 
 
@@ -71,9 +80,13 @@ def reserves(
     triton: bool = True,
     divides: bool = True,
 ) -> tuple[Reserve, ...]:
-    """What each of `ranks` devices holds beside weights, for the chunk that is asked for or for each that there may be,
-    the most wanted first. triton: whether its kernels compute, not the references. divides: whether ranks divide the
-    rows of large steps."""
+    """Return the memory that each of `ranks` devices needs besides weights, for each chunk size, the preferred first.
+
+    Args:
+        load: the workload; if it names a chunk size, that is the only one.
+        triton: whether Triton's kernels compute, not the reference kernels.
+        divides: whether ranks divide the rows of large steps.
+    """
     found, overhead = [], 0
     if on_gpu:
         overhead = OVERHEAD + (NCCL if ranks > 1 else 0)
@@ -86,7 +99,7 @@ def reserves(
 
 
 def _held(config: ModelConfig, load: Workload, beside: int) -> int:
-    """The cache at its largest; of a server that is not told how large, half of what is left."""
+    """Return the bytes of the cache at its largest. For a server without a cache size it is half of the rest."""
     if not load.serves:
         return cache_bytes(config, load)
     rings = load.batch * ring_bytes(config)
@@ -94,7 +107,7 @@ def _held(config: ModelConfig, load: Workload, beside: int) -> int:
 
 
 def ring_bytes(config: ModelConfig) -> int:
-    """What one sequence keeps whatever its length: window rings and open windows of every layer (see `cache.Cache`)."""
+    """Return a sequence's bytes at any length: window rings and incomplete groups (see `cache.Cache`)."""
     total = 0
     for ratio in config.compress_ratios:
         total += (config.sliding_window + ROLLBACK) * config.head_dim * ACTIVATION
@@ -105,8 +118,8 @@ def ring_bytes(config: ModelConfig) -> int:
 
 
 def block_bytes(config: ModelConfig) -> int:
-    """The compressed entries of BLOCK_TOKENS tokens in all layers."""
-    # index keys are FP4: two codes a byte, one byte for the scale of a block
+    """Return the bytes of the compressed entries of BLOCK_TOKENS tokens, in all layers."""
+    # index keys are FP4: two codes per byte, and one scale byte per block
     index = config.index_head_dim // 2 + config.index_head_dim // FP4_BLOCK
     entry = {0: 0, 4: config.head_dim * ACTIVATION + index, 128: config.head_dim * ACTIVATION}
     return sum(BLOCK_TOKENS // ratio * entry[ratio] for ratio in config.compress_ratios if ratio)
@@ -117,7 +130,7 @@ def _entry_widths(config: ModelConfig, ratio: int) -> list[int]:
 
 
 def blocks(load: Workload) -> int:
-    """Blocks of the pools when every sequence has its whole context: their number doubles from 8."""
+    """Return the number of cache blocks if every sequence uses its whole context; pools double from 8 blocks."""
     needed = load.batch * -(-load.context // BLOCK_TOKENS)
     count = 8
     while count < needed:
@@ -126,7 +139,7 @@ def blocks(load: Workload) -> int:
 
 
 def cache_bytes(config: ModelConfig, load: Workload) -> int:
-    """The cache at its largest: the rings of all sequences and the pools of compressed entries."""
+    """Return the bytes of the cache at its largest: rings of all sequences, and pools of compressed entries."""
     return load.batch * ring_bytes(config) + blocks(load) * block_bytes(config)
 
 
@@ -141,8 +154,11 @@ def step_bytes(
     triton: bool,
     divides: bool,
 ) -> int:
-    """An upper estimate of what a step, or a pool of entries that doubles, takes beside weights and cache. divides:
-    whether the ranks divide the rows of its streams."""
+    """Return an upper bound of a step's memory, or of doubling an entry pool, besides weights and cache.
+
+    Args:
+        divides: whether the ranks divide the rows of the step's streams.
+    """
     if ranks > 1:
         config = replace(
             config,
@@ -163,32 +179,37 @@ def step_bytes(
 
 
 class TritonStep:
-    """The widest points of a step with Triton's kernels: the bytes of the tensors that are alive together at each;
-    `config` is one rank's part of the model."""
+    """Peak memory of each part of a step with Triton's kernels: the bytes of the tensors alive at the same time.
+
+    `config` has one rank's shard of the dimensions.
+    """
 
     def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int, divides: bool) -> None:
-        """divides: as of `step_bytes`."""
+        """divides: as in `step_bytes`."""
         self.config, self.tokens, self.batch, self.ranks, self.divides = config, tokens, batch, ranks, divides
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
-        # the rows of the streams that a rank holds, and one stream's bytes of them
+        # rows of the streams that a rank holds, and their bytes in one stream
         self.rows = rows_each(tokens, ranks) if divides else tokens
         self.own = ACTIVATION * self.rows * config.hidden_size
         self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
 
     def peak(self) -> int:
-        """The lists of the batch, which last for the step, and the widest point."""
+        """Return the bytes of the batch's index lists, which live for the whole step, plus the largest peak."""
         return self.lists() + max(self.indexer(), self.attention(), self.experts(), self.head())
 
     def lists(self) -> int:
-        """Window rows, the entries of HCA layers; ids, positions, cells, rotations; the table of entries."""
+        """Return the bytes of window rows, HCA entries, ids, positions, cells, rotations and the entry table."""
         c, listed = self.config, self.entries[HCA]
         rows = 12 + c.sliding_window + (c.sliding_window + listed + 2 * c.qk_rope_head_dim)
         return INDEX * (self.tokens * rows + self.batch * sum(self.entries.values()))
 
     def projected(self) -> int:
-        """The streams before and in a block, its input; latent queries, keys and the window's, raw rows of compressors
-        and the indexer's weights; queries, and the indexer's of a rank's rows."""
+        """Return the bytes of attention's inputs.
+
+        These are the streams before and in a block and its input; latent queries, keys, window keys, compressor rows
+        and the indexer's weights; queries, and the indexer's queries for this rank's rows.
+        """
         c = self.config
         csa = 4 in c.compress_ratios
         channels = 4 * (c.head_dim + c.index_head_dim) + c.index_n_heads if csa else 2 * c.head_dim
@@ -197,7 +218,7 @@ class TritonStep:
         return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries + ACTIVATION * self.rows * heads
 
     def indexer(self) -> int:
-        """The scores of all entries for a rank's rows, and what is chosen of them for these and for all."""
+        """Return the peak of the indexer: all scores of a rank's rows, and the selection for these and all rows."""
         entries, k = self.entries[CSA], self.config.index_topk
         kept = min(KEPT, entries) if entries > KEPT else 0
         operands = self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
@@ -206,8 +227,11 @@ class TritonStep:
         return self.projected() + own + (self.tokens * chosen if self.divides else 0)
 
     def attention(self) -> int:
-        """The lists, the heads beside the queries; then the groups' output, rounded, the layer's, and a matrix that is
-        widened."""
+        """Return the peak of attention.
+
+        It is the lists, and the heads with the queries; then the groups' output, also rounded, with the layer's output
+        or with a dequantized matrix.
+        """
         c = self.config
         inner = c.o_groups * c.o_lora_rank
         lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
@@ -217,8 +241,11 @@ class TritonStep:
         return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + widened)
 
     def experts(self) -> int:
-        """The streams before and after attention and in the block, its input, rounded too; the output of the shared
-        expert and of each that is chosen beside their inner values; their sum, of several ranks in fp32."""
+        """Return the peak of the experts.
+
+        It is the streams before and after attention and in the block; the input, also rounded; the outputs of the
+        shared and the routed experts with their inner values; their sum, which is fp32 with several ranks.
+        """
         c, k = self.config, self.config.num_experts_per_tok
         inner = ACTIVATION * self.tokens * k * c.moe_intermediate_size
         outputs = k * self.hidden
@@ -226,7 +253,7 @@ class TritonStep:
         return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed)
 
     def head(self) -> int:
-        """The last streams, logits of the sequences and what is drawn from them."""
+        """Return the peak of the last streams, the sequences' logits and sampling."""
         return (
             self.config.hc_mult * (2 * self.own + self.hidden)
             + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks

@@ -1,4 +1,4 @@
-"""How many bytes one rank's part of a model has, and how many of them may lie in host memory; no torch."""
+"""Bytes of one rank's shard of a model, and of the part that can be offloaded to host memory; no torch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
 
-# shape and dtype (as a safetensors header names it) of each matrix and scale of an expert
+# shape and dtype (by its name in safetensors headers) of each matrix and scale of an expert
 Form = dict[str, tuple[tuple[int, ...], str]]
 EMBEDDING = "embed.weight"
 FP32_BYTES = 4
@@ -17,11 +17,18 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class RankSizes:
-    """Bytes of one rank's part of a model.
+    """Sizes of one rank's shard of a model, in bytes.
 
-    total: all tensors. drafter: those of the drafter. layers: how many have `experts` routed experts of `expert` bytes
-    each that may lie in host memory. chosen: how many of them a token takes. embedding: of the table, which may too.
-    dequantized, dequantized_drafter: total and drafter with every weight in fp32; scales and tables as stored.
+    Attributes:
+        total: all tensors.
+        drafter: tensors of the drafter.
+        layers: number of layers whose experts can be offloaded.
+        experts: number of routed experts in each of them.
+        expert: bytes of one expert.
+        chosen: number of experts per token.
+        embedding: bytes of the embedding, which can be offloaded too.
+        dequantized: `total` with every weight in fp32; scales and tables as stored.
+        dequantized_drafter: the same for `drafter`.
     """
 
     total: int
@@ -36,22 +43,22 @@ class RankSizes:
 
     @property
     def main(self) -> int:
-        """Without the drafter."""
+        """Bytes without the drafter."""
         return self.total - self.drafter
 
     @property
     def rest(self) -> int:
-        """What lies on the device in any case."""
+        """Bytes that are always on the device."""
         return self.main - self.embedding - self.layers * self.experts * self.expert
 
 
 def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
-    """Adds up one rank's part of a table, of which a token takes `chosen` experts of a layer.
+    """Return the sizes of one rank's shard of a table; a token uses `chosen` experts of a layer.
 
-    Raises CheckpointError for a tensor that the ranks do not divide.
+    Raises CheckpointError for a tensor that the ranks cannot divide evenly.
     """
     table = list(specs)
-    # experts are many and alike
+    # count equal tensors once: there are many experts of the same shape
     kinds = Counter((spec.dtype, spec.shape, spec.shard, is_drafter(spec)) for spec in table)
     examples = {(spec.dtype, spec.shape, spec.shard): spec for spec in table}
     total = drafter = dequantized = dequantized_drafter = 0
@@ -79,12 +86,12 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
 
 
 def is_drafter(spec: TensorSpec) -> bool:
-    """Whether it is a tensor of the drafter."""
+    """Return whether a tensor belongs to the drafter."""
     return spec.name.startswith("mtp.")
 
 
 def expert_layers(specs: Iterable[TensorSpec], ranks: int) -> tuple[tuple[str, ...], Form]:
-    """The modules whose experts are of the form of the first module's, and this form."""
+    """Return the modules whose experts have the first module's shapes and dtypes, and these."""
     forms: dict[str, Form] = {}
     for spec in specs:
         if spec.expert == 0:
@@ -95,6 +102,6 @@ def expert_layers(specs: Iterable[TensorSpec], ranks: int) -> tuple[tuple[str, .
 
 
 def expert_part(spec: TensorSpec) -> tuple[str, str]:
-    """The module of an expert's tensor, and which part of the expert it is."""
+    """Return the module of an expert's tensor, and the name of its part of the expert."""
     module, matrix, role = spec.parameter.rsplit(".", 2)
     return module, f"{matrix}.{role}"

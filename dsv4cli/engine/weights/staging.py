@@ -1,4 +1,4 @@
-"""Host memory on the way to a device: a few buffers, each read into while others are still copied from."""
+"""Staging buffers in host memory for copies to a device: one buffer is filled while others are copied."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,29 +8,29 @@ import torch
 
 
 class Buffer:
-    """Host memory with a stream of its own; pinned for a GPU, so that copies from it overlap with all else.
+    """Host memory with a CUDA stream of its own; pinned for a GPU, so that copies from it are asynchronous.
 
-    bytes: uint8 [size]; what was sent must have arrived before they are written again.
+    `bytes` is uint8 [size]. Call `wait` before writing it again after `send`.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
         is_cuda = device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if is_cuda else None
         if self.stream is not None:
-            # what gets the bytes may be memory that work in the current stream has just given up
+            # the destination may be memory that pending work in the current stream still uses
             self.stream.wait_stream(torch.cuda.current_stream(device))
-        # memory is pinned for the current device, which becomes the stream's
+        # memory is pinned for the current device: make it the stream's
         with torch.cuda.stream(self.stream):
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
         self.bytes = self._memory.numpy()
 
     def send(self, start: int, destination: torch.Tensor) -> None:
-        """Copies bytes from `start` on to destination, uint8 [...], in the current stream; they may arrive later."""
+        """Copy bytes from offset `start` to destination, uint8 [...], asynchronously in the current stream."""
         given = self._memory[start : start + destination.numel()]
         destination.copy_(given.view(destination.shape), non_blocking=True)
 
     def wait(self) -> None:
-        """Returns when everything sent is there; other threads run meanwhile."""
+        """Wait until all copies from this buffer are done; other threads run in the meantime."""
         if self.stream is not None:
             self.stream.synchronize()
 
@@ -40,14 +40,14 @@ class Staging:
 
     def __init__(self, device: torch.device, count: int, size: int) -> None:
         self._buffers = [Buffer(device, size) for _ in range(count)]
-        # the one that was sent first is the first to be free again
+        # FIFO: the buffer sent first is free first
         self._free: SimpleQueue[Buffer] = SimpleQueue()
         for buffer in self._buffers:
             self._free.put(buffer)
 
     @contextmanager
     def buffer(self) -> Iterator[Buffer]:
-        """A buffer that nothing copies from any more, with its stream the current one; waits for one."""
+        """Wait for a free buffer, and yield it with its stream as the current one."""
         buffer = self._free.get()
         try:
             buffer.wait()
@@ -57,6 +57,6 @@ class Staging:
             self._free.put(buffer)
 
     def wait(self) -> None:
-        """Returns when everything sent from any buffer is there."""
+        """Wait until the copies from all buffers are done."""
         for buffer in self._buffers:
             buffer.wait()

@@ -97,11 +97,11 @@ DAMAGED = {
     "missing": (lambda: [pair for pair in pairs() if pair[0].name != "norm.weight"], "norm.weight"),
     "one expert missing": (
         lambda: [pair for pair in pairs() if pair[0].name != "layers.2.ffn.experts.1.w2.weight"],
-        r"1 tensors never came.*layers\.2\.ffn\.experts\.1\.w2\.weight",
+        r"1 tensors are missing.*layers\.2\.ffn\.experts\.1\.w2\.weight",
     ),
     "scale missing": (lambda: [pair for pair in pairs() if pair[0].name != SCALE], SCALE),
     "extra": (lambda: [*pairs(), (replace(pairs()[0][0], name="ghost"), torch.zeros(1))], "ghost is not a tensor"),
-    "twice": (lambda: [*pairs(), pairs()[3]], "came twice"),
+    "twice": (lambda: [*pairs(), pairs()[3]], "was loaded twice"),
     "transposed": (lambda: changed("layers.0.hc_attn_fn", lambda tensor: tensor.T), r"hc_attn_fn is .*\[1024, 24\]"),
     "flat": (lambda: changed("norm.weight", lambda tensor: tensor[:1]), r"norm.weight is .*\[1\], expected .*\[256\]"),
     "wider type": (lambda: changed("norm.weight", torch.Tensor.float), "norm.weight is torch.float32"),
@@ -112,7 +112,7 @@ DAMAGED = {
     "expert -1": (lambda: changed(TABLE, lambda tensor: tensor.index_fill(1, torch.tensor([1]), -1)), "row 0, .*, -1"),
     "an expert too many": (
         lambda: changed(TABLE, last_row_too_large),
-        r"row 63, \[0, 2\], names an expert that is not",
+        r"row 63, \[0, 2\], names an expert that does not exist",
     ),
     "scale byte 255": (lambda: changed(SCALE, with_nan_byte), f"{SCALE} holds the scale byte 255"),
 }

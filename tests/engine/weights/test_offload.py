@@ -180,16 +180,16 @@ def test_a_budget_too_small_for_the_experts_of_a_token_is_refused():
     specs, config = tables(TINY)
     sizes = measure(specs.values(), config.num_experts_per_tok, 1)
     assert decide(sizes, FreeMemory(None, None, 1, MemoryLimits(gpu=least)), NOTHING).division.rows == PER_TOKEN
-    with pytest.raises(NotEnoughMemory, match="too few for the weights") as refused:
+    with pytest.raises(NotEnoughMemory, match="not enough for the weights") as refused:
         loaded(TINY, rows=PER_TOKEN - 1)
     assert f"--gpu-memory {-(-least // 10**6)}MB" in refused.value.remedy
-    with pytest.raises(NotEnoughMemory, match="too few"):
+    with pytest.raises(NotEnoughMemory, match="not enough"):
         decide(sizes, FreeMemory(None, None, 1, MemoryLimits(gpu=least - 1)), NOTHING)
 
 
 def test_a_host_without_room_is_refused(monkeypatch):
     monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
-    with pytest.raises(NotEnoughMemory, match=r"need at least .* GB of host memory, and may have 0\.000875 GB"):
+    with pytest.raises(NotEnoughMemory, match=r"need at least .* GB of host memory, but only 0\.000875 GB"):
         loaded(TINY, rows=5)
 
 
