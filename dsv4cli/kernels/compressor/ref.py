@@ -1,4 +1,4 @@
-"""Compression in plain PyTorch: pooling, then norm, rope and block_scale one after another."""
+"""The compressor in plain PyTorch: pooling, then norm, rope and block_scale one after another."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from dsv4cli.kernels.rope.ref import rotate
 
 
 class KeptRows(NamedTuple):
-    """The rows of the step that stay in the rings, and their cells: int64 [n] each."""
+    """The step's rows that are stored in the rings, and their cells: int64 [n] each."""
 
     rows: torch.Tensor
     cells: torch.Tensor
@@ -29,7 +29,7 @@ def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
 
 
 def compress_both(own: Compression, index: Compression, plan: EntryPlan, round_keys: bool) -> tuple[State, State]:
-    kept = _kept(own, plan)  # their rings have the same rows
+    kept = _kept(own, plan)  # the same rows for both compressors
     index_state = _with_index_keys(index, plan, kept) if round_keys else _with_keys(index, plan, kept, round_keys)
     return _with_keys(own, plan, kept, round_keys), index_state
 
@@ -58,11 +58,13 @@ def _with_index_keys(own: Compression, plan: EntryPlan, kept: KeptRows) -> State
 
 
 def _pooled(own: Compression, plan: EntryPlan, kept: KeptRows) -> tuple[State, torch.Tensor | None, torch.Tensor]:
-    """The state with the raw rows stored; the pooled complete groups, fp32 [G', d], None where there are none; which
-    groups are complete, bool [G]."""
+    """Return the state with the raw rows stored, the pooled complete groups, and the mask of complete groups, bool [G].
+
+    The pooled groups are fp32 [G', d], or None if no group is complete (checked on a CPU only).
+    """
     kv, state, complete, pooled = own.kv, own.state, plan.entries >= 0, None
     score = own.score + own.ape[plan.positions % len(own.ape)]
-    if not complete.is_cpu or complete.any():  # a GPU is not waited for
+    if not complete.is_cpu or complete.any():  # on a GPU, testing this would synchronize
         # rings are read before they are written
         every_kv, every_score = torch.cat((state.kv.flatten(0, 1), kv)), torch.cat((state.score.flatten(0, 1), score))
         members, halves = _members(own, plan.groups[complete]), _halves_of(own)
@@ -76,12 +78,12 @@ def _pooled(own: Compression, plan: EntryPlan, kept: KeptRows) -> tuple[State, t
 
 
 def _halves_of(own: Compression) -> int:
-    """How many groups give channels to an entry: 2 with overlap."""
+    """Return the number of groups that contribute channels to an entry: 2 with overlap, else 1."""
     return own.kv.shape[1] // _width(own.state)
 
 
 def _width(state: State) -> int:
-    """The width d of an entry."""
+    """Return the width d of an entry."""
     return state.entries.shape[1] * (1 if state.scale is None else 2)
 
 
@@ -100,7 +102,7 @@ def _kept(own: Compression, plan: EntryPlan) -> KeptRows:
 
 
 def _members(own: Compression, groups: torch.Tensor) -> torch.Tensor:
-    """The rows of the members of complete groups in [all rings, fresh rows]: int64 [G', 5] -> [G', members]."""
+    """Return the rows of complete groups' members in [all rings, fresh rows]: int64 [G', 5] -> [G', members]."""
     slots, capacity = own.state.kv.shape[:2]
     slot, first, start, _, row = groups.unbind(1)
     positions = first[:, None] + torch.arange(_halves_of(own) * len(own.ape), device=first.device)
@@ -109,7 +111,7 @@ def _members(own: Compression, groups: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(rows: torch.Tensor, halves: int) -> torch.Tensor:
-    """The channels that each member gives: with overlap, the previous group's first half, its own second half."""
+    """Return the channels of each member: with overlap, the previous group's first half and its own second half."""
     if halves == 1:
         return rows
     (first, second), ratio = rows.chunk(2, -1), rows.shape[1] // 2
@@ -117,8 +119,8 @@ def _halves(rows: torch.Tensor, halves: int) -> torch.Tensor:
 
 
 def pool(kv: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """sum over tokens of softmax(score) * kv, each channel with its own softmax: fp32 [G, R, D] -> [G, D].
+    """Return the sum over tokens of softmax(score) * kv, with a softmax per channel: fp32 [G, R, D] -> [G, D].
 
-    R: the tokens that a group pools; rows of absent ones have kv 0 and score -inf, at least one of a channel is finite.
+    R is the number of tokens per group. Missing tokens have kv 0 and score -inf; each channel has a finite score.
     """
     return (score.softmax(1) * kv).sum(1)

@@ -1,4 +1,4 @@
-"""Rows of an embedding that lies where the tokens are, or in host memory that a GPU reads in place."""
+"""Embedding lookup in a table on the tokens' device, or in host memory that a GPU reads directly."""
 
 import torch
 
@@ -7,9 +7,9 @@ from dsv4cli.kernels.embedding import ref
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The rows of table [V, D], consecutive, at ids int64 [T]: [T, D] in its dtype, on the device of ids.
+    """Return the rows of table [V, D] at ids int64 [T]: [T, D] in the table's dtype, on the device of ids.
 
-    table: on that device, or in host memory, which has to be pinned where Triton's kernels compute.
+    table: contiguous, on that device or in host memory, which must be pinned for Triton's kernels.
     """
     if table.device == ids.device:
         return table[ids]

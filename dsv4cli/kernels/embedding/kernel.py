@@ -1,4 +1,4 @@
-"""Rows of an embedding in Triton: a program takes a part of one."""
+"""Embedding lookup in Triton: each program copies a part of one row."""
 
 import torch
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
-# values of a row in a program
+# values of a row per program
 BLOCK = 1024
 
 

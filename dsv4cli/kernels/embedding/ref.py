@@ -1,4 +1,4 @@
-"""Rows of an embedding in plain PyTorch."""
+"""Embedding lookup in plain PyTorch."""
 
 import torch
 

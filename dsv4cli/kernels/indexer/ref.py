@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from dsv4cli.kernels.block_scale.ref import dequantise
 from dsv4cli.kernels.indexer.types import IndexEntries, IndexKeys, IndexQueries, WindowList
 
-# entries scored at once: a product of one shape, so its rounding does not depend on the number of entries
+# entries per matrix product: with one fixed shape, rounding does not depend on the number of entries
 BLOCK = 64
 
 
@@ -17,7 +17,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) 
     wide, weights = q.float(), (queries.weights.float() * queries.weight_scale).to(q.dtype).float()
 
     def scored(block: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        # once for all tokens of a sequence
+        # dequantize once for all tokens of a sequence
         values = dequantise(keys.keys[block], None if keys.scale is None else keys.scale[block])
         dots = torch.einsum("thd,ted->the", wide, values.index_select(0, entries.sequence)).to(q.dtype)
         scores = (dots.relu().float() * weights[..., None]).to(q.dtype).float().sum(1).to(q.dtype)

@@ -1,4 +1,4 @@
-"""What the indexer scores, and what it lists."""
+"""Arguments of the indexer's kernels."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,12 @@ import torch
 
 @dataclass(frozen=True)
 class IndexQueries:
-    """q: [T, H, d] bf16 or fp32; weights: [T, H] in q's dtype, times weight_scale in fp32, rounded to that dtype."""
+    """Queries of the indexer.
+
+    Attributes:
+        q: [T, H, d], bf16 or fp32.
+        weights: head weights [T, H] in q's dtype; multiplied by `weight_scale` in fp32 and rounded to that dtype.
+    """
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -16,8 +21,13 @@ class IndexQueries:
 
 @dataclass(frozen=True)
 class IndexKeys:
-    """keys: [cells, d] in the queries' dtype with scale None, or int8 [cells, d/2] (two e2m1 codes a byte, low nibble =
-    even column) with scale e8m0 [cells, d/32], as `fp4_codes` gives them."""
+    """Keys of the indexer.
+
+    Attributes:
+        keys: [cells, d] in the queries' dtype, or int8 [cells, d/2], FP4 codes as returned by `fp4_codes` (two e2m1
+            codes per byte, low nibble = even column).
+        scale: e8m0 [cells, d/32] of FP4 codes, else None.
+    """
 
     keys: torch.Tensor
     scale: torch.Tensor | None
@@ -25,13 +35,13 @@ class IndexKeys:
 
 @dataclass(frozen=True)
 class IndexEntries:
-    """The entries that tokens see.
+    """The entries visible to each token.
 
-    table: int64 [B, E], the cell of each entry of a sequence, any valid cell where there is no such entry.
-    sequence: int64 [T], the row of the table of each token.
-    visible: int64 [T], how many entries a token sees; further ones, of a table that has room for more, cost next to
-        nothing.
-    tokens: all of the step's, where these T are a rank's share of them: how many there are for a row of the table.
+    Attributes:
+        table: int64 [B, E], cell of each entry of a sequence; any valid cell if the entry does not exist.
+        sequence: int64 [T], row of the table for each token.
+        visible: int64 [T], number of entries visible to each token. Further columns of the table cost almost nothing.
+        tokens: number of tokens in the step if these T are one rank's share of them; else None.
     """
 
     table: torch.Tensor
@@ -42,11 +52,12 @@ class IndexEntries:
 
 @dataclass(frozen=True)
 class WindowList:
-    """What stands before entries in a list.
+    """The window part of an attention list, which precedes the entries.
 
-    index: int64 [T, W], rows of the window.
-    columns: int64 [T], up to W, the column from which on a token's entries are listed.
-    rows: how many rows the window has; a cell is counted from there on.
+    Attributes:
+        index: int64 [T, W], rows of the window.
+        columns: int64 [T], up to W, first column of a token's entries.
+        rows: number of rows in the window; it is added to the cells of entries.
     """
 
     index: torch.Tensor

@@ -1,6 +1,6 @@
 """RMS norms. Source: official model.py (`RMSNorm`, the query norm of `Attention.forward`).
 
-Triton: rows of any even spacing with consecutive columns (kernels/rows.py); the result is contiguous.
+Triton requires: evenly spaced rows with consecutive columns (kernels/rows.py). The result is contiguous.
 """
 
 import torch
@@ -10,7 +10,7 @@ from dsv4cli.kernels.norm import ref
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * x * rsqrt(mean(x ** 2) + eps) over the last dimension.
+    """Return weight * x * rsqrt(mean(x ** 2) + eps), over the last dimension.
 
     x: [..., D] bf16 or fp32; weight: [D]. Computed in fp32, rounded once to x's dtype.
     """
@@ -18,9 +18,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
-    """q * rsqrt(mean(q ** 2) + eps) over the last dimension, without a weight.
+    """Return q * rsqrt(mean(q ** 2) + eps), over the last dimension, without a weight.
 
-    q: [T, H, d] bf16 or fp32. The official code computes it in q's dtype: the square, the mean (summed in fp32), the
-    sum with eps, the rsqrt and the product are each rounded to it.
+    q: [T, H, d] bf16 or fp32. Computed in q's dtype, as in the official code: the square, the mean (summed in fp32),
+    the sum with eps, the rsqrt and the product are each rounded to it.
     """
     return choose(q, ref).head_norm(q, eps)

@@ -1,4 +1,4 @@
-"""RMS norms in Triton: a program takes whole rows, one or a few."""
+"""RMS norms in Triton: each program processes one or a few whole rows."""
 
 import torch
 import triton
@@ -23,14 +23,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 @triton.jit
 def normed(values, factor, eps, WIDTH: tl.constexpr):
-    """Rows of WIDTH values (fp32 [n, columns], zeros behind them) normed and times factor, not rounded."""
+    """Norm rows of WIDTH values (fp32 [n, columns], padded with zeros) and multiply by factor, without rounding."""
     mean = tl.sum(values * values, 1, keep_dims=True) * (1.0 / WIDTH)
     return factor * (values * tl.rsqrt(mean + eps))
 
 
 @triton.jit
 def normed_head(values, eps, WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """The same without a factor, each operation but the last product rounded to dtype."""
+    """Norm rows without a factor, rounding each operation except the last product to dtype."""
     square = (values * values).to(dtype).to(tl.float32)
     mean = (tl.sum(square, 1, keep_dims=True) * (1.0 / WIDTH)).to(dtype).to(tl.float32)
     return values * tl.rsqrt((mean + eps).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)

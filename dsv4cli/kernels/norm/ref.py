@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def head_norm(q: torch.Tensor, eps: float) -> torch.Tensor:
-    # each operation in fp32, then one rounding: torch's own bf16 rsqrt rounds twice on short tensors (CPU)
+    # each operation in fp32, then one rounding: torch's bf16 rsqrt rounds twice for short tensors on a CPU
     values = q.float()
     square = values.square().type_as(q)
     mean = square.float().mean(-1, keepdim=True).type_as(q)

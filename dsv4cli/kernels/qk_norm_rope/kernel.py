@@ -1,4 +1,4 @@
-"""Queries and keys in Triton: a program takes a few heads of one token; its key counts as one more group of heads."""
+"""Queries and keys in Triton: a program processes a few heads of one token; the key is one more group of heads."""
 
 from typing import NamedTuple
 
@@ -57,7 +57,7 @@ def queries_keys_and_index(
 
 
 class HeadTiles(NamedTuple):
-    """How many heads a program takes, how many of the indexer another takes, and the warps of either."""
+    """Heads per program, indexer heads per program, and warps of each."""
 
     heads: int
     index_heads: int
@@ -65,16 +65,16 @@ class HeadTiles(NamedTuple):
 
 
 def head_tiles(tokens: int, heads: int) -> HeadTiles:
-    """Measured on an H200."""
-    # heads of 512: 64 tokens of 64 heads 3.96 us (one head a program 4.90), 4096 tokens 132 (164)
-    # heads of the indexer of 128 beside them: one token 1.3 us (two a program 1.5), 64 tokens 5.6 (one 8.0, four 6.2),
+    """Return the tile sizes, measured on an H200."""
+    # heads of width 512: 64 tokens of 64 heads 3.96 us (one head per program 4.90), 4096 tokens 132 (164)
+    # with indexer heads of width 128: one token 1.3 us (two heads per program 1.5), 64 tokens 5.6 (one 8.0, four 6.2),
     # 4096 tokens 205 (four 242)
     index_rows = 1 if tokens <= 4 else 2 if tokens <= 64 else 8
     return HeadTiles(1 if tokens * heads <= 1024 else 2, index_rows, 1)
 
 
 def check(q: torch.Tensor, kv: torch.Tensor, turns: torch.Tensor, ring: torch.Tensor, round_keys: bool) -> None:
-    """Raises KernelUnsupported for what the kernel does not take; `rows` has seen kv."""
+    """Raise KernelUnsupported for arguments that the kernel does not support; `rows` has checked kv."""
     width = kv.shape[1]
     fp8 = width - 2 * turns.shape[1]
     if q.dtype != kv.dtype or ring.dtype != kv.dtype:
@@ -86,7 +86,7 @@ def check(q: torch.Tensor, kv: torch.Tensor, turns: torch.Tensor, ring: torch.Te
 
 
 def check_index(index_q: torch.Tensor, kv: torch.Tensor) -> None:
-    """Raises KernelUnsupported for queries of the indexer that the kernel does not take."""
+    """Raise KernelUnsupported for indexer queries that the kernel does not support."""
     width = index_q.shape[2]
     if index_q.dtype != kv.dtype or index_q.stride(2) != 1:
         raise KernelUnsupported("the indexer's queries have the keys' dtype and consecutive columns")
@@ -112,17 +112,17 @@ def _queries_and_keys(
     index_stride,
     index_head_stride,
     turn_stride,
-    first,  # of the rows that the indexer's queries are of
+    first,  # first row that the indexer's queries belong to
     index_tokens,
     eps,
     index_factor,
-    GROUPS: tl.constexpr,  # of a token: its key, its heads, ROWS at a time; then those of the indexer, INDEX_ROWS
+    GROUPS: tl.constexpr,  # per token: its key, then its heads, ROWS each; the indexer's follow, INDEX_ROWS each
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     INDEX_HEADS: tl.constexpr,
     INDEX_WIDTH: tl.constexpr,
-    TURNED: tl.constexpr,  # pairs
-    ROUNDED: tl.constexpr,  # whether a key goes through FP8, the indexer's queries through FP4
+    TURNED: tl.constexpr,  # number of rotated pairs
+    ROUNDED: tl.constexpr,  # whether keys are rounded to FP8 and the indexer's queries to FP4
     ROWS: tl.constexpr,
     INDEX_ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -164,7 +164,7 @@ def prepare_key(
     WIDTH: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """The key at kv, as the cache holds it, to `key` and to a cell of the ring."""
+    """Norm, rotate and round the key at kv; store it to `key` and to a cell of the ring."""
     COLUMNS: tl.constexpr = factor.shape[1]
     column = tl.arange(0, COLUMNS)[None]
     inside = column < WIDTH
@@ -178,7 +178,7 @@ def prepare_key(
 
 @triton.jit
 def prepare_heads(places, inside, turn, results, eps, TURNED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """Heads of one token, normed and turned: places, inside and results [n, 1], where each is and goes."""
+    """Norm and rotate heads of one token. places, results: pointers to each head [n, 1]; inside: mask [n, 1]."""
     column = tl.arange(0, COLUMNS)[None]
     known = inside & (column < WIDTH)
     dtype = results.dtype.element_ty
@@ -192,7 +192,7 @@ def prepare_heads(places, inside, turn, results, eps, TURNED: tl.constexpr, WIDT
 def prepare_index(
     places, inside, turn, results, factor, TURNED: tl.constexpr, WIDTH: tl.constexpr, ROUNDED: tl.constexpr
 ):
-    """Heads of the indexer of one token, turned and, with ROUNDED, rotated and through FP4: arguments as above.
+    """Rotate the indexer's heads of one token; with ROUNDED apply Hadamard and FP4. Arguments as in prepare_heads.
 
     factor: 1 / sqrt(WIDTH).
     """
@@ -222,7 +222,7 @@ def ready_key(
     WIDTH: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A key (fp32 [1, columns]) normed with the weights factor, turned and, with ROUNDED, through FP8."""
+    """Return a key (fp32 [1, columns]) normed with the weights `factor`, rotated and, with ROUNDED, rounded to FP8."""
     values = normed(values, factor, eps, WIDTH).to(dtype).to(tl.float32)
     values = turned(values, cosine, sine, TURNED, WIDTH).to(dtype).to(tl.float32)
     return rounded_key(values, TURNED, WIDTH) if ROUNDED else values
@@ -230,7 +230,7 @@ def ready_key(
 
 @triton.jit
 def rounded_key(values, TURNED: tl.constexpr, WIDTH: tl.constexpr):
-    """A key (fp32 [1, columns]) with all but its turned columns through FP8."""
+    """Return a key (fp32 [1, columns]) with all columns except the rotated ones rounded to FP8."""
     COLUMNS: tl.constexpr = values.shape[1]
     rounded = tl.reshape(through_fp8(tl.reshape(values, [COLUMNS // BLOCK, BLOCK])), [1, COLUMNS])
     return tl.where(tl.arange(0, COLUMNS)[None] < WIDTH - 2 * TURNED, rounded, values)

@@ -36,12 +36,12 @@ def queries_keys_and_index(
 
 
 def rounded(keys: torch.Tensor, turned: int) -> torch.Tensor:
-    """Keys [n, d] with the leading dims through FP8 and the last `turned`, the rotated ones, as they are."""
+    """Round the leading dims of keys [n, d] to FP8; the last `turned`, the rotated ones, are unchanged."""
     return torch.cat((fp8_round(keys[..., :-turned], KV_BLOCK), keys[..., -turned:]), -1)
 
 
 def placed(buffer: torch.Tensor, cells: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """buffer [cells, d] with `rows` at `cells`: in place, or a new tensor where a gradient flows through the rows."""
+    """Write `rows` at `cells` of buffer [cells, d], in place; or to a new tensor if a gradient is recorded."""
     rows = rows.to(buffer.dtype)
     if rows.requires_grad and torch.is_grad_enabled():
         return buffer.index_copy(0, cells, rows)

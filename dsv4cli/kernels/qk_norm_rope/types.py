@@ -1,4 +1,4 @@
-"""What queries and keys go through, and where keys are stored."""
+"""Parameters of queries and keys, and the target of keys."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,13 @@ import torch
 
 @dataclass(frozen=True)
 class KeyNorm:
-    """How keys, and with them queries, are normed and rounded.
+    """Norm and rounding of keys, and of queries.
 
-    weight: [d], of the keys' rms_norm.
-    eps: of both norms.
-    rounded: whether the leading d - 2 * R dims of a key go through fp8_round with 64 columns, and the indexer's queries
-        through hadamard and fp4_round with 32 columns.
+    Attributes:
+        weight: [d], of the keys' rms_norm.
+        eps: of both norms.
+        rounded: whether fp8_round is applied to the leading d - 2 * R dims of a key in blocks of 64, and hadamard and
+            fp4_round to the indexer's queries in blocks of 32.
     """
 
     weight: torch.Tensor
@@ -22,10 +23,11 @@ class KeyNorm:
 
 @dataclass(frozen=True)
 class KeyCells:
-    """Where keys are stored.
+    """The target of keys.
 
-    ring: [cells, d] in the keys' dtype, written in place.
-    cells: int64 [T], of each key, each at most once; -1: the key is not stored.
+    Attributes:
+        ring: [cells, d] in the keys' dtype, written in place.
+        cells: int64 [T], cell of each key, each at most once; -1 if the key is not stored.
     """
 
     ring: torch.Tensor

@@ -1,4 +1,4 @@
-"""Packed codes, scales and blocks of weights: what the changes of storage format share."""
+"""Packed codes, scales and blocks of weights, shared by all format conversions."""
 
 import math
 from collections.abc import Iterator
@@ -11,16 +11,16 @@ from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4_BLOCK,
 
 # groups of 32 columns in a block of 128
 GROUPS = FP8_BLOCK // FP4_BLOCK
-# values of a band of rows, so many that its temporaries stay in a core's cache
+# values per band of rows, so that its temporaries stay in a core's cache
 BAND = 2**18
-# e2m1 times 2 ** shift in e4m3: below, every value but 0 is lost; above, every value but 0 is too large
+# range of shifts for e2m1 * 2 ** shift in e4m3: below it, all nonzero values underflow; above it, all overflow
 MIN_SHIFT, MAX_SHIFT = -11, 9
 
 
 class NotRepresentable(ValueError):
-    """The target format has no place for a value: the reason, and where, counted in the values of the argument.
+    """The target format cannot represent a value.
 
-    row, column: of the value, or of the first value of its block.
+    reason: why. row, column: of the value in the argument, or of the first value of its block.
     """
 
     def __init__(self, reason: str, row: int, column: int) -> None:
@@ -29,7 +29,7 @@ class NotRepresentable(ValueError):
 
 
 def refuse(bad: torch.Tensor, reason: str, rows: int = 1, columns: int = 1) -> None:
-    """Raise for the first true element of bad [n, m], each of which stands for a block of rows x columns values."""
+    """Raise NotRepresentable for the first true element of bad [n, m]; an element stands for rows x columns values."""
     where = bad.nonzero()
     if len(where):
         row, column = where[0].tolist()
@@ -38,13 +38,16 @@ def refuse(bad: torch.Tensor, reason: str, rows: int = 1, columns: int = 1) -> N
 
 @cache
 def four_bf16(device: torch.device) -> torch.Tensor:
-    """[65536] int64, each the four bf16 values of an index."""
+    """Return the table of the four bf16 values of each 16-bit index, packed in int64 [65536]."""
     return fours(torch.tensor(E2M1_VALUES, dtype=torch.bfloat16, device="cpu")).view(torch.int64).flatten().to(device)
 
 
 @cache
 def four_e4m3(device: torch.device) -> torch.Tensor:
-    """[21 * 65536] int32, each the four e4m3 codes of the index's values times 2 ** shift, shifts -11 to 9 in order."""
+    """Return the table of the four e4m3 codes of an index's values times 2 ** shift, packed in int32 [21 * 65536].
+
+    Shifts are -11 to 9 in order.
+    """
     values = torch.tensor(
         [[value * 2.0**shift for value in E2M1_VALUES] for shift in range(MIN_SHIFT, MAX_SHIFT + 1)], device="cpu"
     )
@@ -53,13 +56,13 @@ def four_e4m3(device: torch.device) -> torch.Tensor:
 
 
 def fours(sixteen: torch.Tensor) -> torch.Tensor:
-    """[..., 16], something for each code -> [..., 65536, 4], that for each four codes."""
+    """Expand a table over one 4-bit code, [..., 16], to a table over four codes, [..., 65536, 4]."""
     index = torch.arange(65536, dtype=torch.int32, device="cpu")
     return sixteen[..., (index[:, None] >> torch.tensor((0, 4, 8, 12), device="cpu")) & 15]
 
 
 def look_up(table: torch.Tensor, weight: torch.Tensor, part: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """Write to out [N, K] what the table, or for each group of 32 columns its part [N, K/32], has for packed codes."""
+    """Write the table's values for packed codes to out [N, K]. part: table part [N, K/32] per group of 32, or None."""
     index = weight.view(torch.uint16).int()  # [N, K/4]
     if part is not None:
         high = part.long() << 16
@@ -70,19 +73,19 @@ def look_up(table: torch.Tensor, weight: torch.Tensor, part: torch.Tensor | None
 
 
 def pack_e2m1(scaled: torch.Tensor) -> torch.Tensor:
-    """The nearest e2m1 codes of fp32 [N, K], ties to even, beyond 6 as 6, packed: uint8 [N, K/2]."""
-    # codes are 0.5 apart up to code 4, then 1, from code 6 on 2; the least of the three is the right one
+    """Return the nearest e2m1 codes of fp32 [N, K], ties to even, clipped to 6, packed: uint8 [N, K/2]."""
+    # codes are 0.5 apart up to code 4, then 1, and 2 from code 6 on; the smallest of the three candidates is correct
     magnitude = scaled.abs()
     code = (magnitude * 2).round_()
     torch.minimum(code, magnitude.round().add_(2), out=code)
     torch.minimum(code, magnitude.div_(2).round_().add_(4), out=code)
     nibble = (scaled.view(torch.int32) >> 28).bitwise_and_(8).bitwise_or_(code.clamp_max_(7).int())
-    pair = nibble.view(torch.int64)  # even column in the low half
+    pair = nibble.view(torch.int64)  # the even column is in the low half
     return pair.bitwise_or_(pair >> 28).bitwise_and_(0xFF).to(torch.uint8)
 
 
 def multiply_blocks(values: torch.Tensor, factor: torch.Tensor, block: int) -> torch.Tensor:
-    """Multiply values [N, K] in place by the factor [N, ceil(K / block)] of each `block` columns."""
+    """Multiply values [N, K] in place by a factor [N, ceil(K / block)] per `block` columns."""
     whole = values.shape[1] // block
     values[:, : whole * block].unflatten(1, (whole, block)).mul_(factor[:, :whole, None])
     if whole < factor.shape[1]:
@@ -91,30 +94,33 @@ def multiply_blocks(values: torch.Tensor, factor: torch.Tensor, block: int) -> t
 
 
 def each_group(block: torch.Tensor, rows: int, groups: int) -> torch.Tensor:
-    """What belongs to a block, for each of its groups: [ceil(N/128), ceil(K/128)] -> [N, K/32]."""
+    """Repeat a per-block tensor for each group of the block: [ceil(N/128), ceil(K/128)] -> [N, K/32]."""
     return block.repeat_interleave(GROUPS, 1)[:, :groups].repeat_interleave(FP8_BLOCK, 0)[:rows]
 
 
 def block_max(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The largest of each block of rows x columns, integers >= -127: [N, K] -> [ceil(N/rows), ceil(K/columns)]."""
+    """Return the maximum of each block of rows x columns, over integers >= -127.
+
+    [N, K] -> [ceil(N/rows), ceil(K/columns)].
+    """
     if x.shape[0] % rows or x.shape[1] % columns:
         x = F.pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows), value=-E8M0_BIAS)
     return x.unflatten(0, (-1, rows)).amax(1).unflatten(1, (-1, columns)).amax(2)
 
 
 def block_amax(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The largest magnitude of each block of fp32 values, not finite where one is not; bit patterns sort as they do."""
+    """Return the largest magnitude of each block of fp32 values, by bit pattern; not finite if a value is not."""
     return block_max(values.view(torch.int32) & 0x7FFFFFFF, rows, columns).view(torch.float32)
 
 
 def refuse_infinite(values: torch.Tensor, amax: torch.Tensor) -> None:
-    """Raise for the first of the values that is not finite; amax: the largest magnitudes of their blocks."""
+    """Raise NotRepresentable for the first value that is not finite. amax: largest magnitude of each block."""
     if not amax.isfinite().all():
         refuse(~values.isfinite(), "a value is NaN or infinite")
 
 
 def bands(matrix: torch.Tensor, multiple: int = 1) -> Iterator[slice]:
-    """Rows of the matrix in bands of a multiple of `multiple` rows; one band on a GPU, and where there are no rows."""
+    """Yield the matrix's rows in bands of a multiple of `multiple` rows; one band on a GPU or for an empty matrix."""
     rows, columns = matrix.shape
     height = rows if matrix.is_cuda else max(1, BAND // (multiple * columns)) * multiple
     for start in range(0, max(1, rows), max(1, height)):
@@ -122,19 +128,19 @@ def bands(matrix: torch.Tensor, multiple: int = 1) -> Iterator[slice]:
 
 
 def are_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Which of these fp64 values e4m3 has."""
+    """Return which of these fp64 values e4m3 can represent."""
     return x.to(torch.float8_e4m3fn).double() == x
 
 
 def scale_exponent(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """The smallest p of e8m0 with amax <= largest * 2 ** p, 0 if amax is 0: int32."""
+    """Return the smallest e8m0 exponent p with amax <= largest * 2 ** p, 0 if amax is 0: int32."""
     mantissa, exponent = torch.frexp(amax)
     limit, power = math.frexp(largest)
     return torch.where(amax == 0, 0, (exponent - power + (mantissa > limit)).clamp_min(-E8M0_BIAS))
 
 
 def power_of_two(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """2 ** exponent, made on the bit pattern; -127, subnormal in bf16 and fp32, is the lowest exponent."""
+    """Return 2 ** exponent, built from its bit pattern. The lowest exponent is -127, subnormal in bf16 and fp32."""
     integer, bits, bias = {
         torch.bfloat16: (torch.int16, 7, 127),
         torch.float32: (torch.int32, 23, 127),
@@ -148,7 +154,7 @@ def e8m0(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_exponents(scale: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int, int]:
-    """Exponents of scales of blocks of rows x columns as int16, the lowest and the highest of them; none may be NaN."""
+    """Return the int16 exponents of scales of rows x columns blocks, their minimum and maximum. Raises for NaN."""
     byte = scale.view(torch.uint8)
     exponent = byte.to(torch.int16) - E8M0_BIAS
     if not byte.numel():

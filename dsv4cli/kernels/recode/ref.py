@@ -1,4 +1,4 @@
-"""Changes of storage format in plain PyTorch."""
+"""Format conversions in plain PyTorch."""
 
 import math
 from collections.abc import Sequence
@@ -40,16 +40,16 @@ from dsv4cli.kernels.recode.blocks import (
     scale_exponent,
 )
 
-# NVFP4's blocks of 16 in a group of 32
+# NVFP4 blocks of 16 columns per group of 32
 HALVES = FP4_BLOCK // NVFP4_BLOCK
-# bias of bf16 less that of e4m3
+# difference of the exponent biases of bf16 and e4m3
 E4M3_TO_BF16 = 127 - 7
-# scale exponents with which one multiplication in bf16 gives every value: 6 * 2 ** 125 is the last in range for FP4;
-# for FP8 2 ** -124 makes the smallest code the smallest bf16, and 2 ** (7 + 120) is the largest factor
+# scale exponents for which one multiplication in bf16 is exact: for FP4, 6 * 2 ** 125 is the largest value in range;
+# for FP8, 2 ** -124 maps the smallest code to the smallest bf16, and 2 ** (7 + 120) is the largest factor
 FP4_EXPONENTS, FP8_EXPONENTS = (-127, 125), (-124, 7)
 # 6 * 2 ** 6 <= 448 < 6 * 2 ** 7 (official convert.py)
 OFFICIAL_SHIFT = 6
-# every e2m1 value times 2 ** -8 is an e4m3 value
+# the smallest shift for which every e2m1 value is exact in e4m3
 EXACT_SHIFT = -8
 
 
@@ -71,7 +71,7 @@ def widen(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = 
 
 
 def widen_slowly(weight: torch.Tensor, exponent: torch.Tensor, block: int, out: torch.Tensor) -> torch.Tensor:
-    """As `widen`, through fp64, with scales of any size."""
+    """Do the same as `widen` through fp64, for scales of any size."""
     values = (weight if weight.dtype == torch.float8_e4m3fn else unpack_e2m1(weight)).double()
     multiply_blocks(values, power_of_two(exponent, torch.float64), block)
     out.copy_(values)
@@ -80,7 +80,7 @@ def widen_slowly(weight: torch.Tensor, exponent: torch.Tensor, block: int, out: 
 
 
 def widen_e4m3(weight: torch.Tensor, out: torch.Tensor) -> int:
-    """Write e4m3 values times 2 ** -120 to out, bf16; returns 120."""
+    """Write e4m3 values times 2 ** -120 to out, bf16; return 120."""
     magnitude = weight.view(torch.uint8) & 0x7F
     if magnitude.numel() and int(magnitude.max()) == 0x7F:
         refuse(magnitude == 0x7F, "a value is NaN")
@@ -100,21 +100,21 @@ def fp4_to_fp8(
         shift = exponent - each_group(block, *exponent.shape)
     if out is None:
         out = torch.empty(len(weight), 2 * weight.shape[1], dtype=torch.float8_e4m3fn, device=weight.device)
-    # a shift outside the table belongs to zeros
+    # only groups of zeros have a shift outside the table
     look_up(four_e4m3(weight.device), weight, shift.clamp_(MIN_SHIFT, MAX_SHIFT) - MIN_SHIFT, out)
     return out, e8m0(block)
 
 
 def refit(block: torch.Tensor, weight: torch.Tensor, exponent: torch.Tensor, shift: torch.Tensor) -> None:
-    """Give the blocks that would lose values the smallest exponent that holds their largest value, or refuse them.
+    """Give blocks that would lose values the smallest exponent that holds their largest value, or raise.
 
     block: [ceil(N/128), ceil(K/128)], changed in place; exponent, shift: [N, K/32], of the groups' scales and their
-    ratios to the blocks'. A smaller scale never loses a value that a larger one keeps.
+    ratios to the blocks' scales. A smaller scale keeps every value that a larger one keeps. Raises NotRepresentable.
     """
     packed = weight.unflatten(1, (-1, FP4_BLOCK // 2))  # [N, K/32, 16]
     far = (shift < EXACT_SHIFT).nonzero()
     row, group = far.unbind(1)
-    # from the shift below the table on, all but 0 is lost
+    # at the shift below the table and smaller ones, all nonzero values are lost
     factor = power_of_two(shift[row, group].clamp_min(MIN_SHIFT - 1), torch.float64)
     lossy = far[~are_e4m3(unpack_e2m1(packed[row, group]).double() * factor[:, None]).all(1)]
     for i, j in (lossy // torch.tensor((FP8_BLOCK, GROUPS), device=lossy.device)).unique(dim=0).tolist():
@@ -173,7 +173,7 @@ def nvfp4_exponent(matrices: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> int
 
 
 def has_values(weight: torch.Tensor) -> torch.Tensor:
-    """Which groups of packed codes [N, K/2] have a value that is not 0: bool [N, K/32]."""
+    """Return which groups of packed codes [N, K/2] have a nonzero value: bool [N, K/32]."""
     return (weight.view(torch.uint8) & 0x77).unflatten(1, (-1, FP4_BLOCK // 2)).amax(2) > 0
 
 

@@ -1,7 +1,7 @@
-"""Rotary position embedding of the trailing dims, pairs (2i, 2i + 1) as complex numbers.
+"""Rotary position embedding of the trailing dims, with pairs (2i, 2i + 1) as complex numbers.
 
 Source: official model.py (`apply_rotary_emb`).
-Triton: rows of any even spacing with consecutive columns (kernels/rows.py), d even; the result is contiguous.
+Triton requires: evenly spaced rows with consecutive columns (kernels/rows.py), d even. The result is contiguous.
 """
 
 import torch
@@ -11,9 +11,9 @@ from dsv4cli.kernels.rope import ref
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """The last 2 * R dims of x, rotated; the others as they are.
+    """Rotate the last 2 * R dims of x; the others are unchanged.
 
-    x: [T, d] or [T, H, d] bf16 or fp32; rotation: complex64 [T, R], unit numbers exp(i * angle) of each token (pass the
-    conjugate to un-rotate). Complex fp32 arithmetic, one rounding to x's dtype.
+    x: [T, d] or [T, H, d] bf16 or fp32; rotation: complex64 [T, R], unit numbers exp(i * angle) per token (pass the
+    conjugate to un-rotate). Computed in complex fp32, rounded once to x's dtype.
     """
     return choose(x, ref).rotate(x, rotation)

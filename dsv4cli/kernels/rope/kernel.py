@@ -1,4 +1,4 @@
-"""Rotary position embedding in Triton: a program takes whole rows (a token's head), pairs side by side."""
+"""Rotary position embedding in Triton: each program processes whole rows (one head of a token)."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     count, width = given.shape
     if width % 2:
         raise KernelUnsupported(f"the Triton rotation takes rows of whole pairs, not of {width} values")
-    # a conjugate is a flag on the same numbers
+    # torch stores a conjugate as a flag on the same memory
     turns = torch.view_as_real(rotation.conj() if rotation.is_conj() else rotation)  # [T, R, 2]
     if turns.stride()[1:] != (2, 1):
         raise KernelUnsupported(f"the Triton rotation takes consecutive turns, not strides {rotation.stride()}")
@@ -31,9 +31,9 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def turns_of(turn, inside, DIRECTION: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The cosine and the sine of each pair of a row, fp32 [n, COLUMNS / 2]; 1 and 0 of those that are not turned.
+    """Load the cosine and sine of each pair of a row, fp32 [n, COLUMNS / 2]; 1 and 0 for pairs that are not rotated.
 
-    turn: where a row's TURNED cosines and sines begin, pointers [n, 1] or one for all; inside: bool [n, 1], which are.
+    turn: pointers [n, 1], or one for all, to a row's TURNED cosines and sines; inside: bool [n, 1], mask of valid rows.
     """
     pair = tl.arange(0, COLUMNS // 2)[None]
     turns = inside & (pair >= WIDTH // 2 - TURNED) & (pair < WIDTH // 2)
@@ -43,12 +43,12 @@ def turns_of(turn, inside, DIRECTION: tl.constexpr, TURNED: tl.constexpr, WIDTH:
 
 @triton.jit
 def turned(values, cosine, sine, TURNED: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows of WIDTH values (fp32 [n, columns]), their last TURNED pairs turned, not rounded."""
+    """Rotate the last TURNED pairs of rows of WIDTH values (fp32 [n, columns]), without rounding."""
     COLUMNS: tl.constexpr = values.shape[1]
     real, imaginary = tl.split(tl.reshape(values, [values.shape[0], COLUMNS // 2, 2]))  # [n, COLUMNS / 2]
     pair = tl.arange(0, COLUMNS // 2)[None]
     turns = (pair >= WIDTH // 2 - TURNED) & (pair < WIDTH // 2)
-    # chosen, not multiplied by one: what is not turned keeps the sign of its zeros, and its infinities
+    # select instead of multiplying by one: values that are not rotated keep the sign of zeros, and infinities
     turned_real = tl.where(turns, real * cosine - imaginary * sine, real)
     turned_imaginary = tl.where(turns, real * sine + imaginary * cosine, imaginary)
     return tl.interleave(turned_real, turned_imaginary)
@@ -62,9 +62,9 @@ def _rotate(
     count,
     stride,
     turn_stride,
-    DIRECTION: tl.constexpr,  # of the angle: 1.0 or -1.0
+    DIRECTION: tl.constexpr,  # sign of the angle: 1.0 or -1.0
     HEADS: tl.constexpr,
-    TURNED: tl.constexpr,  # pairs, the trailing ones
+    TURNED: tl.constexpr,  # number of rotated pairs, the trailing ones
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -1,8 +1,8 @@
-"""The router: which experts a token goes to, and with what weight. Source: official model.py (`Gate`).
+"""The router: selects the experts of each token and their weights. Source: official model.py (`Gate`).
 
-A logit is x @ weight.T with exact products, added up in fp32; its score is sqrt(softplus(logit)) in fp32, softplus
+A logit is x @ weight.T with exact products, summed in fp32. Its score is sqrt(softplus(logit)) in fp32; softplus is
 linear above 20, so that nothing overflows.
-Triton: rows of x of any even spacing with consecutive columns (kernels/rows.py).
+Triton requires: evenly spaced rows of x with consecutive columns (kernels/rows.py).
 """
 
 import torch
@@ -19,12 +19,18 @@ def route(
     route_scale: float,
     routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k experts with the highest score + bias, best first, and their scores normalised to sum to route_scale.
+    """Return the k experts with the highest score + bias, best first, and their weights.
 
-    x: [T, D] bf16 or fp32; weight: [E, D] bf16 or fp32; bias: fp32 [E]. The weights come from the scores without bias.
-    Of equal sums Triton takes the lower expert first; torch leaves the order open.
-    routed: int64 [T], the row whose experts and weights each row gets, written before the launch before this one; None:
-    its own.
+    Weights are the scores without bias, normalized to sum to route_scale. Among equal sums Triton takes the lower
+    expert first; torch's order is undefined.
+
+    Args:
+        x: [T, D], bf16 or fp32.
+        weight: [E, D], bf16 or fp32.
+        bias: fp32 [E].
+        routed: int64 [T], the row whose experts and weights each row gets, or None for its own. It must be written
+            before the previous launch.
+
     Returns experts int64 [T, k] and weights fp32 [T, k].
     """
     return choose(x, ref).route(x, weight, bias, k, route_scale, routed)
@@ -38,8 +44,8 @@ def route_by_id(
     route_scale: float,
     routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The experts that a hash layer's table names for each token, in its order, and their normalised scores.
+    """Return the experts in a hash layer's table for each token, in its order, and their normalized scores.
 
-    x, weight, routed as for route; table: int64 [vocabulary, k]; ids: int64 [T]. Returns as route does.
+    x, weight, routed and the result are as in `route`; table: int64 [vocabulary, k]; ids: int64 [T].
     """
     return choose(x, ref).route_by_id(x, weight, table, ids, route_scale, routed)

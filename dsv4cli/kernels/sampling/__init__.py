@@ -1,8 +1,8 @@
-"""From logits to tokens: the likeliest, or one drawn at a temperature, from all tokens or from the likeliest ones.
+"""Sampling from logits: the most likely token, or a random one at a temperature, with or without top-p.
 
-Source: official generate.py (`sample`: Gumbel-max). Nothing waits for the device. A row's result, to the last bit,
-depends on its own numbers only: neither on the other rows nor on how many there are.
-Triton: fp32 with consecutive columns; a row's numbers one behind the other.
+Source: official generate.py (`sample`: Gumbel-max). Nothing synchronizes with the device. A row's result is bit-exact
+whatever the other rows are and however many.
+Triton requires: fp32 with consecutive columns, and contiguous per-row numbers.
 """
 
 import torch
@@ -12,15 +12,19 @@ from dsv4cli.kernels.sampling import ref
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The column of the largest logit of each row, of equals the lowest: fp32 [R, V] without NaN -> int64 [R]."""
+    """Return the argmax of each row, the lowest column among equals: fp32 [R, V] without NaN -> int64 [R]."""
     return choose(logits, ref).greedy(logits)
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """argmax(chance / noise) of each row, of equals the lowest column; of a row with temperature 0, as `greedy`.
+    """Return argmax(probability / noise) of each row, int64 [R]; for a row with temperature 0, as `greedy`.
 
-    logits: finite fp32 [R, V]; noise: fp32 [R, V] above 0, exponential for draws that follow the chances;
-    temperatures: fp32 [R], 0 or above. Chances are softmax(logits / temperature) in fp32. Returns int64 [R].
+    Among equals the lowest column wins.
+
+    Args:
+        logits: finite fp32 [R, V]. Probabilities are softmax(logits / temperature) in fp32.
+        noise: fp32 [R, V] above 0; exponential noise samples from the probabilities.
+        temperatures: fp32 [R], 0 or above.
     """
     return choose(logits, ref).draw(logits, noise, temperatures)
 
@@ -28,36 +32,41 @@ def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) 
 def draw_nucleus(
     logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor, limits: torch.Tensor
 ) -> torch.Tensor:
-    """As `draw`, each row over its nucleus.
+    """Sample as `draw` does, from each row's nucleus (top-p).
 
-    limits: int64 [R] of `limit_of`. The nucleus: by falling chance, the tokens before which the chances sum to less
-    than the limit, and all that are as likely as the last of these; the likeliest is always in it. Sums are exact, in
-    whole numbers of 2 ** -62.
+    The nucleus holds the tokens, by descending probability, before which the probabilities sum to less than the limit,
+    and all tokens as likely as the last of these. The most likely token is always in it. Sums are exact, in integer
+    multiples of 2 ** -62.
+
+    Args:
+        limits: int64 [R], from `limit_of`.
     """
     return choose(logits, ref).draw_nucleus(logits, noise, temperatures, limits)
 
 
 def limit_of(top_p: float) -> int:
-    """The limit of the nucleus of probability top_p, above 0: top_p - 2 ** -16; for 1 one that no sum reaches."""
+    """Return the nucleus limit of a top_p above 0: top_p - 2 ** -16, or for 1 a limit that no sum reaches."""
     return ref.limit_of(top_p)
 
 
 def chance_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """The probability of a token of each row, at temperature 1: finite fp32 [R, V], int64 [R] -> fp32 [R]."""
+    """Return the probability of one token per row at temperature 1: finite fp32 [R, V], int64 [R] -> fp32 [R]."""
     return choose(logits, ref).chance_of(logits, tokens)
 
 
 def logsumexp(logits: torch.Tensor) -> torch.Tensor:
-    """log(sum(exp(logits))) of each row, fp32 [R, V] -> fp32 [R]; NaN where a logit of the row is not finite."""
+    """Return log(sum(exp(logits))) of each row, fp32 [R, V] -> fp32 [R]; NaN if a logit of the row is not finite."""
     return choose(logits, ref).logsumexp(logits)
 
 
 def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Exponential noise of mean 1 that depends on seed, position and column only, on every device the same.
+    """Return exponential noise with mean 1, fp32 [R, width] above 0, the same on every device.
 
-    seeds, positions: int64 [R]. The bits of column c are m(m(m(seed) + s * position) + s * c) modulo 2 ** 64, where
-    m(x) is what splitmix64 gives in state x and s its step; the value is -log((k + 0.5) / 2 ** 52) of their first 52,
-    k, taken in fp64 and rounded once.
-    Returns fp32 [R, width], above 0.
+    It depends only on seed, position and column. The bits of column c are m(m(m(seed) + s * position) + s * c) modulo 2
+    ** 64, where m(x) is the output of splitmix64 in state x and s its step. The value is -log((k + 0.5) / 2 ** 52),
+    with k their first 52 bits, computed in fp64 and rounded once.
+
+    Args:
+        seeds, positions: int64 [R].
     """
     return choose(seeds, ref).noise(seeds, positions, width)

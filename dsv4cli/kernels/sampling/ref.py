@@ -2,17 +2,17 @@
 
 import torch
 
-# of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators): the step from state to state, and
-# the factors of its mixing
+# constants of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators): the increment of its
+# state, and the factors of its mixing function
 STEP, FACTORS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-# chances are added up as whole numbers of this share: exact, in whatever order
+# probabilities are summed as integers in units of 1 / UNIT: exact in any order
 UNIT = 2**62
-# so near to top_p a sum has reached it, for the last bits of chances are not the same on every device: sums that the
-# logits make equal to top_p are off by less, and an edge here is one that no logits make
+# a sum this close to top_p counts as reaching it, because the last bits of probabilities depend on the device: sums
+# that should equal top_p are off by less than this
 SLACK = UNIT >> 16
-# more than any sum: the nucleus is everything
+# above any sum: the nucleus is the whole vocabulary
 EVERYTHING = 2**63 - 1
-# the same numbers of 64 bits with a sign
+# the same constants as signed 64-bit integers
 _STEP, _FIRST, _SECOND = STEP - 2**64, FACTORS[0] - 2**64, FACTORS[1] - 2**64
 
 
@@ -24,7 +24,7 @@ def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Ten
 
 
 def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """What splitmix64 gives in each state: int64, modulo 2 ** 64."""
+    """Return the output of splitmix64 in each state: int64, modulo 2 ** 64."""
     x = x + _STEP
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND
@@ -32,7 +32,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    # zeros come in from the left
+    # logical shift
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -51,7 +51,7 @@ def draw_nucleus(
 
 
 def _chances(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Those of a row with temperature 0 are used by nothing."""
+    """Return the probabilities. Those of a row with temperature 0 are not used."""
     return (logits / temperatures.masked_fill(temperatures == 0, 1.0)[:, None]).softmax(-1)
 
 
@@ -60,17 +60,17 @@ def _race(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor,
 
 
 def nucleus(chances: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """The probabilities [R, V] with everything outside each row's nucleus at 0; the likeliest token always stays."""
+    """Return the probabilities [R, V] with 0 outside each row's nucleus. The most likely token is always kept."""
     ordered = chances.sort(dim=-1, descending=True)[0]
     units = (ordered.double() * UNIT).long()
-    # what the tokens before hold together: 0 for the first, so it stays for any limit
+    # the sum of all tokens before: 0 for the first, which is therefore kept with any limit
     inside = units.cumsum(-1) - units < limits[:, None]
     smallest = ordered.gather(-1, inside.sum(-1, keepdim=True) - 1)
     return chances.masked_fill(chances < smallest, 0.0)
 
 
 def limit_of(top_p: float) -> int:
-    """What the tokens before one of the nucleus hold less than, in `UNIT`ths."""
+    """Return the nucleus limit in units of 1 / `UNIT`: the tokens before a token of the nucleus sum to less."""
     return max(int(top_p * UNIT) - SLACK, 1) if top_p < 1 else EVERYTHING
 
 

@@ -1,6 +1,6 @@
-"""Where a step's tokens lie: positions, window rows, compressed entries and rotations, from few numbers on the device.
+"""Metadata of a step: positions, window rows, compressed entries and rotations, from a few numbers on the device.
 
-Triton: int64 with consecutive columns, all of it below 2 ** 31; one launch.
+Triton requires: int64 with consecutive columns, all values below 2 ** 31. It is one launch.
 """
 
 import torch
@@ -13,9 +13,10 @@ __all__ = ["Chunks", "Entries", "Layout", "StepMetadata", "step_metadata"]
 
 
 def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
-    """Where a step's tokens lie, sequence after sequence, each one's tokens in order.
+    """Compute the metadata of a step's tokens, in sequence order, each sequence's tokens by position.
 
-    frequencies: fp32 [R] of each ratio; the rotation of a position is exp(i * angle), position * frequency rounded to
-    fp32, the same R for all. Shapes depend on the layout and on those of chunks only; nothing waits for the device.
+    frequencies: fp32 [R] per ratio, the same R for all; the rotation of a position is exp(i * angle), with angle =
+    position * frequency rounded to fp32. Shapes depend only on the layout and the shapes of chunks; nothing
+    synchronizes with the device.
     """
     return choose(chunks.slots, ref).step_metadata(chunks, layout, frequencies)

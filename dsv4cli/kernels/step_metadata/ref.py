@@ -1,4 +1,4 @@
-"""The metadata of a step in plain PyTorch."""
+"""Step metadata in plain PyTorch."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from dsv4cli.kernels.step_metadata.types import ALL_LISTED, WITH_PREVIOUS, Chunk
 
 @dataclass(frozen=True)
 class Tokens:
-    """The step's tokens: the sequence and the position of each, int64 [T], and each sequence's first row int64 [B]."""
+    """The step's tokens: sequence and position of each, int64 [T], and each sequence's first row, int64 [B]."""
 
     sequence: torch.Tensor
     positions: torch.Tensor
@@ -22,7 +22,7 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
     sequence = owners(counts, layout.tokens)
     positions = torch.arange(layout.tokens, device=starts.device) - offsets[sequence] + starts[sequence]
     tokens = Tokens(sequence, positions, offsets)
-    # the official code lists as many window rows as a prompt is long, and a full window when it decodes
+    # the official code lists as many window rows as the prompt has tokens in prefill, and a full window in decode
     columns = torch.where(starts == 0, counts.maximum(chunks.fewest).clamp_max(layout.window), layout.window)[sequence]
     index = window_index(chunks, layout, tokens)
     entries = {ratio: entries_of(chunks, layout, tokens, frequencies[ratio], ratio) for ratio in layout.groups}
@@ -42,18 +42,18 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
 
 
 def rotation(positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
-    """exp(i * position * frequency) in complex64: int64 [n], fp32 [R] -> [n, R]; the angle is rounded to fp32."""
+    """Return exp(i * position * frequency) in complex64 [n, R], from int64 [n] and fp32 [R]; the angle is fp32."""
     angles = positions.float()[:, None] * frequencies
     return torch.polar(torch.ones_like(angles), angles)
 
 
 def owners(counts: torch.Tensor, total: int) -> torch.Tensor:
-    """0 counts[0] times, then 1 counts[1] times and so on: int64 [total]."""
+    """Return each index i repeated counts[i] times: int64 [total]."""
     return torch.arange(counts.numel(), device=counts.device).repeat_interleave(counts, output_size=total)
 
 
 def window_index(chunks: Chunks, layout: Layout, tokens: Tokens) -> torch.Tensor:
-    """The rows of the window's keys that each token sees: int64 [T, window]."""
+    """Return the rows of the window's keys visible to each token: int64 [T, window]."""
     first = (tokens.positions - layout.window + 1).clamp_min(0)
     seen = first[:, None] + torch.arange(layout.window, device=first.device)
     cells = seen % layout.capacity
@@ -67,14 +67,14 @@ def window_index(chunks: Chunks, layout: Layout, tokens: Tokens) -> torch.Tensor
 
 
 def window_cells(chunks: Chunks, layout: Layout, tokens: Tokens) -> torch.Tensor:
-    """The cell of each token's key in the flat rings, or -1: int64 [T]."""
+    """Return the cell of each token's key in the flat rings, or -1: int64 [T]."""
     ends = chunks.starts + chunks.counts
     cells = chunks.slots[tokens.sequence] * layout.capacity + tokens.positions % layout.capacity
     return cells.masked_fill(tokens.positions < (ends - layout.capacity)[tokens.sequence], -1)
 
 
 def entries_of(chunks: Chunks, layout: Layout, tokens: Tokens, frequencies: torch.Tensor, ratio: int) -> Entries:
-    """What a step does with entries of one ratio."""
+    """Return the entries of one ratio in this step."""
     device, per_block = chunks.starts.device, layout.block // ratio
     before = ratio if ratio == WITH_PREVIOUS else 0
     ends = (chunks.starts + chunks.counts) // ratio
@@ -98,7 +98,7 @@ def entries_of(chunks: Chunks, layout: Layout, tokens: Tokens, frequencies: torc
 def lists(
     index: torch.Tensor, columns: torch.Tensor, entries: Entries, sequence: torch.Tensor, rows: int
 ) -> torch.Tensor:
-    """Window rows and then all entries that a token sees, as the official lists: int64 [T, window + E]."""
+    """Return window rows followed by all visible entries, in the order of the official code: int64 [T, window + E]."""
     count = entries.table.shape[1]
     number = torch.arange(count, device=index.device)
     cells = torch.where(number < entries.visible[:, None], entries.table[sequence] + rows, -1)

@@ -1,23 +1,24 @@
-"""What a step is made of, and where its tokens, groups and entries lie."""
+"""The chunks of a step, and the cache rows of its tokens, groups and entries."""
 
 from dataclasses import dataclass
 
 import torch
 
-# the ratio whose groups also take in the tokens of the group before, and the one whose entries are all attended to
+# the ratio whose groups also pool the previous group's tokens, and the ratio whose entries are all attended to
 WITH_PREVIOUS, ALL_LISTED = 4, 128
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunk of each of B sequences, which may have no token.
+    """The chunk of each of B sequences; a chunk may be empty.
 
-    slots: int64 [B].
-    starts: int64 [B], the first position.
-    counts: int64 [B], how many tokens.
-    fewest: int64 [B], how many columns of its tokens' lists come before compressed entries at least: 0 as in the
-        official code, which lists no more than a first chunk has; the window, and lists do not depend on chunks.
-    blocks: int64 [B, L], the blocks of compressed entries of the sequence, any block where it has fewer.
+    Attributes:
+        slots: int64 [B].
+        starts: int64 [B], first position.
+        counts: int64 [B], number of tokens.
+        fewest: int64 [B], minimum number of list columns before compressed entries. 0 is as in the official code, which
+            lists at most as many as the first chunk has tokens; with the window size, lists do not depend on chunks.
+        blocks: int64 [B, L], blocks of compressed entries of each sequence, padded with any block.
     """
 
     slots: torch.Tensor
@@ -29,18 +30,19 @@ class Chunks:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the host knows of a step.
+    """Sizes of a step that the host knows.
 
-    tokens: T, those of all chunks.
-    window: how many positions a token sees, its own included.
-    capacity: the rows of a slot's ring, position p in row p % capacity.
-    in_rings: whether the window's keys are the flat rings of all slots, which take the step's keys first; else they
-        are the rings of the step's sequences as they were and then the step's keys.
-    rows: how many rows the window's keys have.
-    block: the tokens of a block.
-    groups: by ratio, ceil(count / ratio) of all chunks together, or more: the last sequence has those too many, behind
-        its own and never complete.
-    entries: by ratio, the most that a sequence has after the step, or more.
+    Attributes:
+        tokens: T, tokens of all chunks.
+        window: number of positions visible to a token, including its own.
+        capacity: rows of a slot's ring; position p is in row p % capacity.
+        in_rings: whether window keys are the flat rings of all slots, in which the step's keys are stored first; if
+            False, they are the rings of the step's sequences before the step, followed by the step's keys.
+        rows: number of rows of window keys.
+        block: tokens per block.
+        groups: by ratio, ceil(count / ratio) summed over chunks, or more: the last sequence gets the surplus after its
+            own groups, and these are never complete.
+        entries: by ratio, the most entries of a sequence after the step, or more.
     """
 
     tokens: int
@@ -57,9 +59,10 @@ class Layout:
 class Entries:
     """Compressed entries of one ratio.
 
-    groups, cells, rotation: int64 [G, 5], int64 [G] and complex64 [G, R], as in compressor.EntryPlan.
-    visible: int64 [T], how many entries a token sees.
-    table: int64 [B, E], the cell of each entry of a sequence, of any block where it has fewer.
+    Attributes:
+        groups, cells, rotation: int64 [G, 5], int64 [G] and complex64 [G, R], as in compressor.EntryPlan.
+        visible: int64 [T], number of entries visible to a token.
+        table: int64 [B, E], cell of each entry of a sequence, padded with cells of any block.
     """
 
     groups: torch.Tensor
@@ -71,19 +74,19 @@ class Entries:
 
 @dataclass(frozen=True)
 class StepMetadata:
-    """Where the T tokens of a step lie, computed once for all layers.
+    """Cache indices of the T tokens of a step, computed once for all layers.
 
-    sequence: int64 [T], the sequence of each token, counted from 0 within the step.
+    sequence: int64 [T], sequence of each token, counted from 0 within the step.
     positions: int64 [T], of each token.
-    last: int64 [B], the row of each sequence's final token; anything where it has none.
-    window_index: int64 [T, window], the rows of the window's keys that a token sees, oldest first, then -1.
-    window_columns: int64 [T], how many of its columns come before compressed entries in a token's list.
-    window_cells: int64 [T], where a token's key goes in the flat rings, -1 before the last `capacity` of a chunk, so
-        that no two meet in a cell.
+    last: int64 [B], row of each sequence's final token; undefined if it has none.
+    window_index: int64 [T, window], rows of the window's keys visible to a token, oldest first, then -1.
+    window_columns: int64 [T], how many of its columns precede compressed entries in a token's list.
+    window_cells: int64 [T], cell of a token's key in the flat rings; -1 before the last `capacity` tokens of a chunk,
+    so that no two tokens share a cell.
     rotations: complex64 [T, R] by ratio.
     entries: by ratio.
     every_entry: int64 [T, window + E], each token's list: window rows, then all visible entries of ratio 128 (at most
-        E, 0 without that ratio). With window 4, window_columns 3, E 3 and two visible entries:
+    E, 0 without that ratio). With window 4, window_columns 3, E 3 and two visible entries:
 
             column   0     1     2     3             4             5    6
             holds    row   row   row   rows + cell   rows + cell   -1   -1

@@ -1,8 +1,8 @@
-"""Compression in Triton: a program makes one entry.
+"""The compressor in Triton: each program computes one entry.
 
-The program of a sequence's first group also makes the second where both read the rings, then keeps the raw rows: no
-other reads or writes the sequence's rings. Of groups with many members that are mostly complete each program pools a
-few channels, and a second launch makes the entries.
+The program of a sequence's first group also computes the second if both read the rings, then stores the raw rows; no
+other program accesses the sequence's rings. For groups with many members, most of them complete, each program pools a
+few channels, and a second launch computes the entries.
 """
 
 from dataclasses import dataclass
@@ -20,26 +20,28 @@ from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import FEW, overlap
 from dsv4cli.kernels.rows import rows, tile
 
-# from how many members on a group's channels are divided among programs where most groups are complete
+# fewest members per group for which a group's channels are divided among programs, if most groups are complete
 MANY = 32
 
 
 class EntryTiles(NamedTuple):
-    """How many members a program loads at once (of a slice, how many channels it has), how many rows it keeps at once,
-    and its warps."""
+    """Tile sizes of a program.
+
+    size: members loaded at once, or channels if channels are divided. kept: rows stored at once. warps: warps.
+    """
 
     size: int
     kept: int
     warps: int
 
 
-# of programs that have some channels each
+# tile sizes of programs that pool some channels each
 SLICE = EntryTiles(32, 64, 4)
 
 
 @dataclass(frozen=True)
 class CompressorLaunch:
-    """A compression; width and form are those of its entries."""
+    """Kernel arguments of one compression, with the width and format of its entries."""
 
     own: Compression
     width: int
@@ -47,7 +49,7 @@ class CompressorLaunch:
 
     @property
     def capacity(self) -> int:
-        """Rows of a ring."""
+        """Rows per ring."""
         return self.own.state.kv.shape[1]
 
     @property
@@ -59,14 +61,14 @@ class CompressorLaunch:
         return self.ratio * self.own.state.kv.shape[2] // self.width
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """In the order in which the kernels take them."""
+        """Return the tensors in the order of the kernels' arguments."""
         own, state = self.own, self.own.state
         scale = state.entries if state.scale is None else state.scale
         inputs = rows(own.kv), rows(own.score), own.ape.contiguous(), state.kv, state.score
         return *inputs, own.norm.contiguous(), state.entries, scale.view(torch.uint8)
 
     def shape(self) -> tuple[int, ...]:
-        """The strides of the raw rows, their channels, the width of an entry, its form, columns with room for it."""
+        """Return the raw rows' strides and channels, the entry's width and format, and the padded column count."""
         strides = rows(self.own.kv).stride(0), rows(self.own.score).stride(0)
         return *strides, self.own.state.kv.shape[2], self.width, self.form, tile(self.width).columns
 
@@ -118,7 +120,7 @@ def _compress(job: CompressorLaunch, plan: EntryPlan) -> None:
 
 
 def _launch(job: CompressorLaunch, other: CompressorLaunch | None, plan: EntryPlan) -> None:
-    """The entries of one compressor or of two, whose groups have as many members."""
+    """Launch the kernel for one compressor, or for two with the same number of members per group."""
     groups, turns = len(plan.entries), torch.view_as_real(plan.rotation)
     if not groups:
         return
@@ -147,11 +149,10 @@ def _compress_in_parts(job: CompressorLaunch, plan: EntryPlan) -> None:
 
 
 def entry_tiles(members: int, width: int, tokens: int, groups: int) -> EntryTiles:
-    """Of a program that makes a whole entry.
+    """Return the tile sizes of a program that computes a whole entry, for a step of `tokens` and `groups`.
 
-    tokens, groups: of the step. Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8 members
-    at once 14.8), 7.2 at width 128. A thread has all members of four columns; with twice as many warps it takes 23 and
-    10 us.
+    Measured on an H200 with 4,096 tokens of ratio 4: 13.8 us at width 512 (with 8 members at once 14.8), 7.2 at width
+    128. A thread has all members of four columns; twice as many warps take 23 and 10 us.
     """
     warps, kept = min(max(width // 128, 1), 4), 1 if tokens <= groups else 4
     if members >= MANY:
@@ -162,7 +163,7 @@ def entry_tiles(members: int, width: int, tokens: int, groups: int) -> EntryTile
 
 
 def check(own: Compression, plan: EntryPlan, width: int) -> None:
-    """Raises KernelUnsupported for what the kernel does not take."""
+    """Raise KernelUnsupported for arguments that the kernel does not support."""
     kv, state = own.kv, own.state
     if not kv.dtype == own.score.dtype == state.kv.dtype == state.score.dtype == torch.float32:
         raise KernelUnsupported("raw rows and their rings are fp32")
@@ -174,7 +175,7 @@ def check(own: Compression, plan: EntryPlan, width: int) -> None:
 
 @launched
 def _pool(
-    kv,  # these seven as in `make_entries`
+    kv,  # this and the next six as in `make_entries`
     score,
     ape,
     ring_kv,

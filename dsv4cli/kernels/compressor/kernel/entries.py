@@ -12,7 +12,7 @@ from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.qk_norm_rope.kernel import rounded_key
 from dsv4cli.kernels.rope.kernel import turned, turns_of
 
-# what an entry goes through after norm and rotation
+# format of an entry: its rounding after norm and rotation
 NOTHING, FP8, FP4, PACKED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FP4_COLUMNS = tl.constexpr(FP4_BLOCK)
 
@@ -27,7 +27,7 @@ def make_entries(
     weight,  # [WIDTH]
     results,  # [cells, WIDTH], or e2m1 codes [cells, WIDTH / 2]
     scales,  # e8m0 [cells, WIDTH / 32]
-    kv_2,  # BOTH: these eight of the second compressor
+    kv_2,  # BOTH: this and the next seven of the second compressor
     score_2,
     ape_2,
     ring_kv_2,
@@ -105,7 +105,7 @@ def entries_of(
     KEPT: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """What a program does for one compressor; arguments as above."""
+    """Compute one compressor's part of a program. Arguments as in `make_entries`."""
     group, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)
     factor = tl.load(weight + column, column < WIDTH, other=0.0).to(tl.float32)
     wait_for_inputs(OVERLAP)
@@ -116,7 +116,7 @@ def entries_of(
     fresh_kv, fresh_score = kv + (row - start) * KV_STRIDE, score + (row - start) * SCORE_STRIDE
     old_kv, old_score = ring_kv + slot * CAPACITY * CHANNELS, ring_score + slot * CAPACITY * CHANNELS
     if leads | (first >= start):
-        # the second group reads the rings too where overlap reaches behind the first token
+        # with overlap, the second group also reads the rings if its members begin before the step
         second = leads & (own < start) & (MEMBERS > RATIO) & (own + 2 * RATIO <= end)
         for extra in range(1 + second.to(tl.int32)):
             if cell >= 0:
@@ -146,7 +146,7 @@ def entries_of(
 @launched
 def store_pooled(
     pooled,
-    entries,  # these five as in `make_entries`
+    entries,  # this and the next four as in `make_entries`
     weight,
     turns,
     results,
@@ -170,7 +170,7 @@ def store_pooled(
 
 @triton.jit
 def store_entry(
-    values,  # [1, columns], 0 behind WIDTH
+    values,  # [1, columns], 0 past WIDTH
     factor,
     cosine,
     sine,
@@ -182,7 +182,7 @@ def store_entry(
     TURNED: tl.constexpr,
     FORM: tl.constexpr,
 ):
-    """Norm, rotation and rounding of a pooled entry, which goes to its cell."""
+    """Norm, rotate and round a pooled entry, and store it in its cell."""
     COLUMNS: tl.constexpr = values.shape[1]
     dtype: tl.constexpr = tl.bfloat16 if FORM == PACKED else results.dtype.element_ty
     column = tl.arange(0, COLUMNS)[None]

@@ -1,4 +1,4 @@
-"""What the kernels of the compressor share: a group's plan, the pooling of its members, the raw rows that are kept."""
+"""Shared by the compressor's kernels: a group's plan, pooling of its members, and storing of raw rows."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def plan_of(groups, group):
-    """The slot of a group's sequence; of its first member, of the step's first token and of that behind its last the
-    position; the row of the first."""
+    """Load a group's plan: slot, position of its first member, first and end position of the step, first row."""
     plan = groups + group * 5
     first, start, end = tl.load(plan + 1).to(tl.int32), tl.load(plan + 2).to(tl.int32), tl.load(plan + 3).to(tl.int32)
     return tl.load(plan), first, start, end, tl.load(plan + 4)
@@ -15,10 +14,10 @@ def plan_of(groups, group):
 
 @triton.jit
 def pooled_of(
-    kv,  # the place of position 0, if it were in the step
+    kv,  # pointer to the row of position 0, as if it were in the step
     score,
     ape,
-    ring_kv,  # [CAPACITY, CHANNELS] of the sequence
+    ring_kv,  # [CAPACITY, CHANNELS], the sequence's ring
     ring_score,
     first,
     start,
@@ -33,7 +32,7 @@ def pooled_of(
     FRESH: tl.constexpr,  # whether no member is in the rings
     ROWS: tl.constexpr,
 ):
-    """These columns of a group's entry, fp32 [columns]; ROWS members at once, with a running maximum."""
+    """Return these columns of a group's entry, fp32 [columns]; ROWS members at once, with a running maximum."""
     kv += first.to(tl.int64) * KV_STRIDE
     score += first.to(tl.int64) * SCORE_STRIDE
     oldest = (first + CAPACITY) % CAPACITY
@@ -43,12 +42,12 @@ def pooled_of(
     for block in range(0, MEMBERS, ROWS):
         member = block + tl.arange(0, ROWS)[:, None]
         known = (member < MEMBERS) & (column < WIDTH)[None]  # [ROWS, columns]
-        # of the previous group's rows the first half, of its own the second
+        # the first half of the previous group's rows, the second half of its own
         channel = column[None] + tl.where(member < MEMBERS - RATIO, 0, CHANNELS - WIDTH)
         logits, values = score + member * SCORE_STRIDE + channel, kv + member * KV_STRIDE + channel
         fresh = known
         if not FRESH:
-            # one load of either, from a place that is known to be aligned
+            # select the pointer, so that there is one load, with known alignment
             fresh = tl.broadcast_to(first + member >= start, known.shape)
             turn = tl.where(oldest + member < CAPACITY, oldest + member, oldest + member - CAPACITY)
             logits = tl.where(fresh, logits, ring_score + turn * CHANNELS + channel)
@@ -57,7 +56,7 @@ def pooled_of(
         values = tl.load(values, known, other=0.0)
         logits += tl.load(ape + member % RATIO * CHANNELS + channel, known & fresh, other=0.0)
         larger = tl.maximum(top, tl.max(logits, 0))
-        # nothing but rows that were never written so far: no difference of infinities
+        # avoid inf - inf while all rows so far were never written
         shift = tl.where(larger == float("-inf"), 0.0, larger)
         chances = tl.exp(logits - shift[None])
         shrink = tl.exp(top - shift)
@@ -69,7 +68,7 @@ def pooled_of(
 
 @triton.jit
 def keep_rows(
-    kv,  # these five as in pooled_of
+    kv,  # this and the next four as in pooled_of
     score,
     ape,
     ring_kv,
@@ -84,8 +83,8 @@ def keep_rows(
     CHANNELS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Copies these channels of the last rows of a sequence into its rings, ROWS at once."""
-    # every thread has read the rings
+    """Copy these channels of a sequence's last rows to its rings, ROWS at once."""
+    # wait until every thread has read the rings
     tl.debug_barrier()
     for block in range(tl.maximum(start, end - CAPACITY), end, ROWS):
         position = block + tl.arange(0, ROWS)[:, None]

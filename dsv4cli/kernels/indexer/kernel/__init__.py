@@ -1,4 +1,4 @@
-"""The indexer in Triton: which kernel takes a shape, and in what pieces."""
+"""The indexer in Triton: selects the kernel and tile sizes for a shape."""
 
 from typing import NamedTuple
 
@@ -18,15 +18,15 @@ from dsv4cli.kernels.rows import planned_rows
 
 __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
 
-# tokens of a sequence from which on a tile of keys is unpacked once for several of them, more than a verified draft has
-# (H200, eight tokens, 1,024 keys: 4.0 us one by one, 12.7 so)
+# fewest tokens per sequence for which a tile of keys is unpacked once for several tokens; more than a draft step has
+# (H200, eight tokens, 1,024 keys: 12.7 us, and 4.0 us with one token per program)
 MANY = 16
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> torch.Tensor:
     _check(queries, keys, entries.table)
     q, count = queries.q, entries.table.shape[1]
-    # rows begin where a wide load may, and have room for one behind their end: top_entries reads them so
+    # rows are aligned and padded for the wide loads of top_entries
     out = torch.empty(q.shape[0], cdiv(count, 64) * 64, dtype=q.dtype, device=q.device)[:, :count]
     if not out.numel():
         return out
@@ -40,7 +40,7 @@ def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) 
 
 
 def _words(keys: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes as int32 words, their scales as bytes."""
+    """Return FP4 codes as int32 words and their scales as bytes."""
     return keys.view(torch.int32), scale.view(torch.uint8)
 
 
@@ -77,12 +77,12 @@ def _score_few(
     entries: IndexEntries,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """found: peaks and counts for `choose_prefiltered`, if these are wanted."""
+    """Score a few tokens. found: output tensors (peaks, counts) for `choose_prefiltered`, or None."""
     q, weights, table = queries.q, queries.weights, entries.table
     (tokens, heads, width), count = q.shape, table.shape[1]
     rows, splits, warps = one_token_tiles(tokens, count)
     peaks, counts = found or (out, out)
-    # four programs of 128 threads leave 8,192 registers of a multiprocessor to one that keeps the high scores
+    # four programs of 128 threads leave 8,192 registers of a multiprocessor for a program of keep_high
     options = overlap_beside(q, 112) if found and rows == 64 else overlap(q)
     scores_of_one_token[(tokens, splits)](
         q, weights, queries.weight_scale, *words, table, entries.sequence, entries.visible, out, peaks, counts, count,
@@ -98,7 +98,7 @@ def best_entries(
     if keys.scale is None or not takes_prefilter(tokens, count, k):
         return choose_entries(index_scores(queries, keys, entries), k, entries, window)
     _check(queries, keys, entries.table)
-    # both begin where a wide load may, and have room for one behind their end
+    # scores and peaks are aligned and padded for wide loads
     wide = cdiv(count, 128) * 128
     both = torch.empty(tokens, wide + wide // 8, dtype=q.dtype, device=q.device)
     scores, peaks = both[:, :count], both[:, wide:]
@@ -108,7 +108,7 @@ def best_entries(
 
 
 class OneTokenTiles(NamedTuple):
-    """Keys of a tile, programs for a token, warps."""
+    """Keys per tile, programs per token, warps per program."""
 
     keys: int
     splits: int
@@ -116,7 +116,7 @@ class OneTokenTiles(NamedTuple):
 
 
 def one_token_tiles(tokens: int, entries: int) -> OneTokenTiles:
-    """An H200 holds four programs of 64 keys a processor, three of 128.
+    """Return the tile sizes. An H200 runs four programs of 64 keys per multiprocessor, or three of 128.
 
     One token, 8,192 keys: 3.3 us with 64 (3.9 with 128); 262,144 keys: 20.8 us with 128 (21.3 with 64).
     """
@@ -153,5 +153,5 @@ def _score_many(
 
 
 def _operand(device: torch.device) -> torch.dtype:
-    """What the tensor cores multiply: e4m3 holds FP4 values with a scale a row, where there is hardware for it."""
+    """Return the tensor cores' dtype: e4m3 if supported (exact for FP4 values with one scale per row), else bf16."""
     return torch.float8_e4m3fn if is_from(device, FP8) else torch.bfloat16

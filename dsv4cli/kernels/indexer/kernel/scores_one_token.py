@@ -1,4 +1,4 @@
-"""Scores over FP4 keys for few tokens in Triton: a program takes every n-th tile of keys for one token."""
+"""Scores over FP4 keys for few tokens in Triton: each program processes every n-th tile of keys for one token."""
 
 import triton.language as tl
 
@@ -18,8 +18,8 @@ def scores_of_one_token(
     sequence,  # [T]
     visible,  # [T]
     out,  # [T, entries], out_stride apart
-    peaks,  # PEAKS: [T, .], the largest score of each eight of which one is seen
-    counts,  # and [T], zeros
+    peaks,  # PEAKS: [T, .], the largest score of each eight with a visible one
+    counts,  # PEAKS: [T], set to 0
     entries,
     splits,
     q_stride,
@@ -45,11 +45,11 @@ def scores_of_one_token(
     cells_of = table + tl.load(sequence + token, cache_modifier=".cg") * table_stride
     cells = tl.load(cells_of + split * M + row, split * M + row < seen, other=0, cache_modifier=".cg")
     if PEAKS:
-        # nothing so far comes from the kernel just before
+        # nothing loaded so far is written by the previous kernel
         wait_for_inputs(OVERLAP)
         tl.store(counts + token, 0, split == 0)
     if split < scored:
-        # a tile's values are made while the next one's words and the cells of the one after it are on their way
+        # software pipeline: unpack a tile while the next tile's words and the cells of the one after it are loading
         query = as_keys(tl.load(place, head[:, None] < H, other=0.0))
         weight = tl.load(weights + token * weight_stride + head, head < H, other=0.0).to(tl.float32)
         weight = (weight * weight_scale).to(tl.bfloat16)

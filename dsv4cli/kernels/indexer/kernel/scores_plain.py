@@ -1,4 +1,4 @@
-"""Scores over keys of the queries' own dtype in Triton: a program takes a tile of keys for one token."""
+"""Scores over keys in the queries' dtype in Triton: each program processes one tile of keys for one token."""
 
 import triton.language as tl
 

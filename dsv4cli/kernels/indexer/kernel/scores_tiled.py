@@ -1,4 +1,4 @@
-"""Scores over FP4 keys for many tokens of a sequence in Triton: a program unpacks a tile of keys once for several."""
+"""Scores over FP4 keys for many tokens of a sequence in Triton: a tile of keys is unpacked once for several tokens."""
 
 import triton.language as tl
 
@@ -19,8 +19,9 @@ def prepare_queries(
     D: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Queries with the columns in the order of keys, zeros for heads that there are not; a power of two from each head
-    to its weight, so that its values are in the range of e4m3: at most 1.5 * 2 ** 8.
+    """Reorder the queries' columns like the keys', and pad with zero heads.
+
+    A power of two moves from each head to its weight, so that the head's values fit e4m3: at most 1.5 * 2 ** 8.
     """
     token = tl.program_id(0).to(tl.int64)
     head, column = tl.arange(0, HEADS), tl.arange(0, D)[None]
@@ -69,14 +70,14 @@ def scores_of_many_tokens(
         word, block = tl.arange(0, D // 8)[None], tl.arange(0, D // 32)[None]
         ones = tl.full([HEADS, 16], 1.0, tl.float32).to(tl.bfloat16)
         while start < end:
-            # the tokens of one sequence, which read the same keys
+            # the tokens of one sequence share their keys
             mine = tl.load(sequence + start)
             stop = tl.min(tl.where((token > start) & (owner != mine), token, end), 0)
             cells = tl.load(table + mine * table_stride + entry, entry < entries, other=0)[:, None]
             words, scale = tl.load(keys + cells * (D // 8) + word), tl.load(key_scale + cells * (D // 32) + block)
             tile, size = key_tile(words, scale)
             if q.dtype.element_ty == tl.float8e4nv:
-                # up to 6 * 2 ** 6; what is 2 ** 14 times smaller is rounded
+                # at most 6 * 2 ** 6; values 2 ** 14 times smaller are rounded
                 tile, size = (tile.to(tl.float32) * 64.0).to(tl.float8e4nv), size * 2.0**-6
             for number in tl.range(start, stop, num_stages=STAGES):
                 place = tl.cast(number, tl.int64) * HEADS + head

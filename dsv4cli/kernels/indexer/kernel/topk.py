@@ -1,4 +1,4 @@
-"""The choice of entries in Triton: which kernels take a shape, and in what pieces."""
+"""Top-k selection of entries in Triton: selects the kernels and tile sizes for a shape."""
 
 import math
 
@@ -13,11 +13,11 @@ from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, overlap_beside, overlap_of_few
 from dsv4cli.kernels.rows import planned_rows
 
-# the longest row, or part of one, that a program keeps in registers: 32 scores for each of 1024 threads
+# the longest row or chunk, in scores, that a program holds in registers: 32 for each of 1024 threads
 LONGEST = 32_768
-# up to how many rows each is shared by several programs, and the most scores of one that they look at
+# the most rows for which several programs share a row, and the most scores of a row that they read
 FEW, SHORT = 8, 8192
-# the longest row that is chosen from by its peaks: the entries' numbers go into 16 bits
+# the longest row that is prefiltered by its peaks: entry numbers must fit 16 bits
 LONGEST_WITH_PEAKS = 65_536
 
 
@@ -42,10 +42,10 @@ def choose_entries(scores: torch.Tensor, k: int, entries: IndexEntries, window: 
 
 
 def takes_prefilter(rows: int, length: int, k: int) -> bool:
-    """Whether `choose_prefiltered` is the fastest way: for one row, longer than those that others search at once.
+    """Return whether `choose_prefiltered` is fastest: for one row longer than the other kernels search at once.
 
     H200, scores and lists of one token: 32,800 entries 14.5 us (17.0 otherwise), 16,416 9.5 (15.8), 65,536 17.1 (21.3);
-    of 16 tokens the choice alone 15.9 (14.4), of 64 46 (22).
+    selection alone for 16 tokens 15.9 (14.4), for 64 46 (22).
     """
     return planned_rows(rows, 1) == 1 and SHORT < length <= LONGEST_WITH_PEAKS and k <= 1024
 
@@ -58,14 +58,14 @@ def choose_prefiltered(
     entries: IndexEntries,
     window: WindowList,
 ) -> torch.Tensor:
-    """The lists of `choose_entries`, of bf16 scores whose rows begin where a wide load may.
+    """Return the lists of `choose_entries` for bf16 scores with rows aligned for wide loads.
 
-    peaks: the largest of each eight scores of which one is seen, rows likewise; counts: int32 [T], zeros.
+    peaks: the largest of each eight scores with a visible one, rows aligned too; counts: int32 [T], zeros.
     """
     if window.index.stride(-1) != 1:
         raise KernelUnsupported("the Triton indexer takes lists with consecutive columns")
     (rows, length), table, width, device = scores.shape, entries.table, window.index.shape[1], scores.device
-    # `bound` lets half as many peaks again as k through, or a little more, each of eight scores
+    # `bound` passes about 1.5 * k peaks, of eight scores each
     room = max(1024, next_power_of_2(15 * k))
     kept, cells = (torch.empty(rows, room, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
     out = torch.empty(rows, width + k, dtype=torch.int64, device=device)
@@ -84,16 +84,16 @@ def choose_prefiltered(
 
 
 def _kept(length: int) -> tuple[int, int, int, int]:
-    """Peaks that are searched, entries of a program that keeps, programs that list a row, registers that keep.
+    """Return the peaks searched, entries per filtering program, programs that list a row, and registers of the filter.
 
-    H200, the choice alone of 32,800: 6.3 us; 128 or 512 entries a program 6.5 and 6.7, 64 programs that list 7.1, two
+    H200, selection alone of 32,800: 6.3 us; 128 or 512 entries per program 6.5 and 6.7, 64 programs that list 7.1, two
     or eight warps that search 7.8 and 7.6.
     """
     return (4096, 256, 128, 64) if length <= 40_960 else (8192, 256, 128, 128)
 
 
 def _unlisted(some: torch.Tensor) -> tuple[torch.Tensor | int, ...]:
-    """What kernels without LISTED take in place of table, sequence and window: any tensor, which they do not read."""
+    """Return placeholders for table, sequence and window, which kernels without LISTED never read."""
     return some, some, some, some, 0, 0, 0
 
 
@@ -106,7 +106,7 @@ def _choose(
     window: int,
     listed: bool,
 ) -> None:
-    """Lists what is chosen in out; listing: where entries and the window's rows are, as the kernels take them."""
+    """Write the selection to `out`. listing: the tables of entries and window rows, as kernel arguments."""
     rows, length = scores.shape
     if scores.dtype not in (torch.bfloat16, torch.float32) or scores.stride(-1) != 1:
         raise KernelUnsupported(
@@ -118,7 +118,7 @@ def _choose(
     if rows <= FEW and cdiv(length, LONGEST) * k <= SHORT:
         _choose_of_few(scores, visible, k, out, listing, names)
         return
-    numbers = scores  # of the first pass: the places themselves
+    numbers = scores  # in the first pass a place is its own number
     while (chunk := _chunk(scores.shape[1], k)) < scores.shape[1]:
         scores, visible, numbers = _pass(scores, visible, numbers, chunk, k, left=0)
     _launch((rows, 1), scores, visible, numbers, (out, out, out), listing, chunk, k, **names)
@@ -138,7 +138,7 @@ def _choose_of_few(
         chunk = SHORT
         while cdiv(length, chunk) * k > SHORT:
             chunk *= 2
-        # which does nothing where no more is visible than the second kernel takes at once
+        # skips rows with at most SHORT visible entries, which the second kernel handles alone
         found = _pass(scores, visible, scores, chunk, k, left=SHORT)
     alignment, tile = _alignment(scores), min(SHORT, max(1024, next_power_of_2(length)))
     warps, (parts, ranked, searching) = max(4, _warps(tile, alignment)), _parts(rows)
@@ -152,12 +152,12 @@ def _choose_of_few(
 
 
 def _parts(rows: int) -> tuple[int, int, int]:
-    """Programs that share a row, of how many visible entries each is ranked, and programs that search in more.
+    """Return the programs per row, the most visible entries to rank, and the programs that search longer rows.
 
     H200, one row: 1,024 visible 2.2 us (64 programs 3.7, searched by 32 5.4), 8,192 4.2 (16 search: 4.7). Four rows 6.1
     and 4.7 (64 programs of which 16 search 4.2 and 6.8), eight 7.3 and 5.3 (32 programs 6.8 and 6.6).
     """
-    # ranked entries come in another order
+    # ranking lists entries in another order: with exact rows it is used for all numbers of few rows
     rows = planned_rows(rows, min(rows, 4))
     return (128, 1024, 32) if rows <= 2 else (32, 1024, 32) if rows <= 4 else (16, 0, 16)
 
@@ -165,7 +165,7 @@ def _parts(rows: int) -> tuple[int, int, int]:
 def _pass(
     scores: torch.Tensor, visible: torch.Tensor, numbers: torch.Tensor, chunk: int, k: int, left: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best k of each chunk of a row, unless no more than `left` are visible: scores, how many, their numbers."""
+    """Return scores, count and numbers of the best k of each chunk; skip rows with at most `left` visible entries."""
     rows, length = scores.shape
     chunks = cdiv(length, chunk)
     padded = cdiv(chunks * k, 8) * 8
@@ -202,13 +202,13 @@ def _launch(
 
 
 def _groups(k: int, warps: int) -> int:
-    """Groups of each thread's scores, as many as k or more in all; 0 where a thread has too few."""
+    """Return the groups of each thread's scores, at least k in total; 0 if a thread has too few scores."""
     groups = cdiv(next_power_of_2(k), 32 * warps)
     return groups if groups <= 8 else 0
 
 
 def _alignment(scores: torch.Tensor) -> int:
-    """How many scores a load may take at once: 8 where each row has room behind its end."""
+    """Return how many scores one load may read: 8 if reads past the end of each row stay in the storage, else 1."""
     rows, length = scores.shape
     room = scores.untyped_storage().nbytes() // scores.element_size() - scores.storage_offset()
     fits = scores.stride(0) % 8 == 0 and (rows - 1) * scores.stride(0) + cdiv(length, 8) * 8 <= room
@@ -216,7 +216,7 @@ def _alignment(scores: torch.Tensor) -> int:
 
 
 def _chunk(length: int, k: int) -> int:
-    """How much of a row a program takes: all of it, or so much that as much is left of all parts together (H200)."""
+    """Return the length of row per program: all of it, or a size that leaves about as much for the next pass (H200)."""
     if length <= LONGEST // 2:
         return max(256, next_power_of_2(length))
     chunk = max(LONGEST // 4, next_power_of_2(math.isqrt(length * k)), 2 * next_power_of_2(k))
@@ -226,8 +226,11 @@ def _chunk(length: int, k: int) -> int:
 
 
 def _warps(chunk: int, alignment: int) -> int:
-    """Warps of a program, 64 scores a thread or fewer (H200, 512 of 8,192: 6.5 us with four warps, 7.2 with eight)."""
+    """Return warps per program, for at most 64 scores a thread.
+
+    H200, 512 of 8,192: 6.5 us with four warps, 7.2 with eight.
+    """
     if alignment == 1:
-        return min(32, max(1, chunk // 1024))  # one address for each score: 64 a thread do not fit into registers
+        return min(32, max(1, chunk // 1024))  # each score needs its own address: 64 per thread do not fit in registers
     least = 1 if chunk < 512 else 2 if chunk < 2048 else 4
     return min(16, max(least, chunk // 2048))

@@ -1,7 +1,7 @@
-"""The k largest of a row in Triton by its peaks, the largest scores of each eight.
+"""Top-k of a row in Triton, prefiltered by its peaks: the largest score of each eight.
 
-What is below the k-th largest peak is below k scores. One kernel keeps what is not, some hundreds of scores, in any
-order; another lists the k best of these by their ranks.
+A score below the k-th largest peak is below k scores. One kernel keeps the others, some hundreds of scores, in any
+order; a second kernel lists the best k of these by rank.
 """
 
 import triton
@@ -11,23 +11,23 @@ from dsv4cli.kernels.indexer.kernel.topk_radix import before, count_from, fill_r
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
-# entries that a program ranks at once, and how many it compares them with at once
+# entries that a program ranks at once, and entries that it compares them with at once
 MINE, OTHERS = tl.constexpr(8), tl.constexpr(1024)
 
 
 @triton.jit
 def bound(keys, count, k, dtype: tl.constexpr):
-    """A limit that at least k keys reach, and not many more unless they are equal.
+    """Return a lower limit that at least k keys reach, and not many more unless they are equal.
 
-    keys: int32 [THREADS, STRETCHES, 8], `ordered` from this dtype of 16 bits; the first `count` of them are real, more
-    than k.
+    keys: int32 [THREADS, STRETCHES, 8], from `ordered` with this 16-bit dtype; only the first `count`, which exceeds k,
+    are valid.
     """
     most = k + tl.minimum(k // 2, (count - k) // 4)
     high = tl.max(tl.max(tl.max(keys, 2), 1), 0)
     mean = tl.sum(tl.sum(tl.sum(tl.where(keys > -0x8001, score_of(keys, dtype), 0.0), 2), 1), 0) / count
     low, found = tl.full([], -0x8000, tl.int32), count
-    # about half of the peaks are above the mean; their number falls like an exponential function of the score, nearly,
-    # and less steeply at first
+    # about half of the peaks are above the mean; their number falls nearly exponentially with the score, more
+    # slowly at first
     low_score, low_log = mean, tl.log2(0.5 * count)
     high_score, high_log = score_of(high, dtype), 0.0
     aim, step = tl.log2((k + most) * 0.5), 0
@@ -36,7 +36,7 @@ def bound(keys, count, k, dtype: tl.constexpr):
         way += tl.where(step == 0, 0.25 * (tl.sqrt(tl.maximum(way, 0.0)) - way), 0.0)
         guess = low_score + (high_score - low_score) * way
         near = tl.minimum(tl.maximum(key_near(guess, dtype), low + 1), high)
-        # infinite scores, and a last resort: halves
+        # bisect for infinite scores, and as a last resort
         limit = tl.where((step < 6) & (tl.abs(guess) < 1e37), near, low + (high - low + 1) // 2)
         reached = count_from(keys, limit, dtype)
         log = tl.log2(tl.maximum(reached, 1).to(tl.float32))
@@ -51,22 +51,22 @@ def bound(keys, count, k, dtype: tl.constexpr):
 @launched(do_not_specialize=["length", "k", "window_rows"])
 def keep_high(
     scores,  # int16 [T, length]
-    peaks,  # int16 [T, .], of each eight scores of which one is seen
+    peaks,  # int16 [T, .], the largest of each eight scores with a visible one
     visible,  # [T]
     table,  # [B, .]
     sequence,  # [T]
     table_stride,
     window_rows,
-    kept,  # int32 [T, ROOM]: the key, and behind it what is left of 2 ** 16 behind the entry
-    cells,  # int64 [T, ROOM]: theirs, behind the window's rows
+    kept,  # int32 [T, ROOM]: the key in the upper 16 bits, 0xFFFF - entry in the lower
+    cells,  # int64 [T, ROOM]: their cells plus the number of window rows
     counts,  # int32 [T], zeros
     length,
     k,
     stride,
     peak_stride,
     THREADS: tl.constexpr,
-    STRETCHES: tl.constexpr,  # of eight peaks a thread
-    WIDE: tl.constexpr,  # entries of a program
+    STRETCHES: tl.constexpr,  # per thread, of eight peaks each
+    WIDE: tl.constexpr,  # entries per program
     ROOM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -75,7 +75,7 @@ def keep_high(
     mine = part * WIDE + tl.arange(0, WIDE)
     stretch, thread = tl.arange(0, STRETCHES)[None, :, None], tl.arange(0, THREADS)[:, None, None]
     place = (stretch * THREADS + thread) * 8 + tl.arange(0, 8)[None, None]
-    # what the scores' kernel has not written
+    # these were not written by the scores' kernel, so they need not wait for it
     seen = tl.minimum(tl.load(visible + row, cache_modifier=".cg"), length).to(tl.int32)
     row_cells = table + tl.load(sequence + row, cache_modifier=".cg") * table_stride
     scores += row * stride
@@ -84,7 +84,7 @@ def keep_high(
         own = ordered(tl.load(scores + mine, mine < seen, other=0), mine, seen)
         low = tl.full([], -0x8000, tl.int32)
         if seen > OTHERS:
-            # a short row is searched itself; of a long one TILE peaks are enough: what k of them reach, k of all do
+            # search all scores of a short row, but only TILE peaks of a long one: what k of these reach, k scores reach
             whole = seen <= TILE
             searched = tl.where(whole, scores, peaks + row * peak_stride)
             count = tl.minimum(tl.where(whole, seen, tl.cdiv(seen, 8)), TILE)
@@ -127,14 +127,14 @@ def list_kept(
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     COLUMNS: tl.constexpr = (WINDOW + K + PARTS - 1) // PARTS
     block, first_mine = tl.arange(0, OTHERS), part * MINE + tl.arange(0, MINE)
-    # what `keep_high` has not written
+    # these were not written by `keep_high`, so they need not wait for it
     seen = tl.minimum(tl.load(visible + row, cache_modifier=".cg"), length).to(tl.int32)
     first = tl.load(window_columns + row, cache_modifier=".cg").to(tl.int32)
     kept += row * ROOM
     cells += row * ROOM
     out += row * (WINDOW + k)
     wait_for_inputs(OVERLAP)
-    # on their way while their number comes: what lies behind them is not used
+    # load before the count is known; values past the count are ignored
     others = tl.load(kept + block)
     mine = tl.load(kept + first_mine)
     name = tl.load(cells + first_mine)
@@ -161,13 +161,13 @@ def list_kept(
 
 @triton.jit
 def _better(others, place, mine, count):
-    """How many of the others, of which `count` are real, are better than each of mine."""
+    """Return how many of the first `count` others are better than each of mine."""
     return tl.sum(((others[None] > mine[:, None]) & (place < count)[None]).to(tl.int32), 1)
 
 
 @triton.jit
 def list_slowly(scores, cells, out, seen, k, window_rows):
-    """The same in one program for a row of which too many scores are equal, piece by piece."""
+    """List the best k of a row with too many equal scores, in one program, block by block."""
     one = (tl.arange(0, 128)[:, None] * 8 + tl.arange(0, 8)[None])[:, None]
     low, high, above = tl.full([], -0x8001, tl.int32), tl.full([], 0x7FFF, tl.int32), 0
     while low < high:

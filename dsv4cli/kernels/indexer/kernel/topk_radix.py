@@ -1,7 +1,7 @@
-"""The k largest of a row in Triton: a row, or a part of it, in one program's registers.
+"""Top-k of a row in Triton: one program holds a row, or a chunk of it, in registers.
 
-Scores come as integers of their size: bits, whose order is that of the scores but for the sign. A thread has eight
-consecutive ones of each of a few stretches: a tile is [THREADS, STRETCHES, 8].
+Scores are passed as integers of the same size: bit patterns, ordered like the scores except for the sign. Each thread
+has eight consecutive scores of each of a few stretches: a tile is [THREADS, STRETCHES, 8].
 """
 
 import triton
@@ -13,9 +13,9 @@ from dsv4cli.kernels.pdl import wait_for_inputs
 
 @triton.jit
 def ordered(bits, place, seen):
-    """int32 keys in the order of the scores, +0 and -0 equal: of 16 bits for bf16 (as int16), of 32 for fp32.
+    """Return int32 keys that compare like the scores, with +0 equal to -0: 16 bits for bf16 (int16), 32 for fp32.
 
-    Lower ones for places that are not seen.
+    Hidden places get lower keys than all scores.
     """
     lowest = -0x8000 if bits.dtype == tl.int16 else -0x80000000
     x = bits.to(tl.int32)
@@ -24,9 +24,9 @@ def ordered(bits, place, seen):
 
 @triton.jit
 def count_from(keys, limit, dtype: tl.constexpr):
-    """How many keys, `ordered` from this dtype, are not below limit."""
+    """Return how many keys (from `ordered` with this dtype) are at least `limit`."""
     if dtype == tl.int16:
-        # the sign of a difference, which takes half of the instructions of a comparison
+        # the sign of a difference takes half the instructions of a comparison
         reached = ((limit - 1 - keys).to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
     else:
         reached = (keys >= limit).to(tl.int32)
@@ -35,7 +35,7 @@ def count_from(keys, limit, dtype: tl.constexpr):
 
 @triton.jit
 def score_of(key, dtype: tl.constexpr):
-    """The score of a key, fp32; of a hidden one -inf."""
+    """Return the score of a key in fp32; -inf for a hidden place."""
     if dtype == tl.int16:
         key = tl.maximum(key, -0x7F80)
         bits = tl.where(key < 0, -0x8000 - key, key) << 16
@@ -47,7 +47,7 @@ def score_of(key, dtype: tl.constexpr):
 
 @triton.jit
 def key_near(score, dtype: tl.constexpr):
-    """The key of a score that is no larger in magnitude, fp32."""
+    """Return the key of an fp32 score, rounded toward zero."""
     bits = score.to(tl.int32, bitcast=True)
     if dtype == tl.int16:
         bits = bits >> 16
@@ -57,17 +57,18 @@ def key_near(score, dtype: tl.constexpr):
 
 @triton.jit
 def threshold(keys, k, GROUPS: tl.constexpr, dtype: tl.constexpr):
-    """The k-th largest key and how many are above it; keys int32 [THREADS, STRETCHES, 8], `ordered` from this dtype.
+    """Return the k-th largest key, and how many keys are above it.
 
-    Where the number of keys above some other limit happens to be k, that limit and k.
+    If exactly k keys are above another limit found on the way, return that limit and k. keys: int32 [THREADS,
+    STRETCHES, 8], from `ordered` with this dtype.
     """
-    # so many groups a thread, k or more in all, have a key that is not below the least of their largest
+    # EACH groups per thread, at least k in total, have a key that is at least the smallest group maximum
     EACH: tl.constexpr = GROUPS if GROUPS else 8
     SHAPE: tl.constexpr = [keys.shape[0], keys.shape[1], EACH, 8 // EACH]
     largest = tl.max(tl.max(tl.reshape(keys, SHAPE), 3), 1)  # [THREADS, EACH]
     low, high = tl.min(tl.min(largest, 1), 0), tl.max(tl.max(largest, 1), 0)
     # about a third of the groups have a largest key below the k-th; H200, 512 of 8,192: 4.2 us in four or five steps,
-    # halving the way needs nine (4.6), and up to 15 where the scores change their sign (7.5)
+    # bisection needs nine (4.6), and up to 15 if the scores change sign (7.5)
     mean = tl.sum(tl.sum(score_of(largest, dtype), 1), 0) * (1.0 / (EACH * keys.shape[0]))
     guess = mean - 0.1 * (score_of(high, dtype) - mean)
     if not GROUPS:
@@ -75,12 +76,12 @@ def threshold(keys, k, GROUPS: tl.constexpr, dtype: tl.constexpr):
     above, step, log_k = 0, 0, tl.log2(k.to(tl.float32))
     log_low, log_high = log_k + 1.4, -1.0
     while low < high:
-        # half of the way between signed numbers that may lie further apart than 2 ** 31
+        # midpoint of signed numbers whose difference may exceed 2 ** 31
         apart = high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)
         middle = low + (apart // 2 + apart % 2).to(tl.int32, bitcast=True)
-        # numbers above a score fall like an exponential function of it, nearly
+        # the number of keys above a score falls nearly exponentially with it
         near = tl.minimum(tl.maximum(key_near(guess, dtype), low + 1), high)
-        # infinite scores, and a last resort: halves
+        # bisect for infinite scores, and as a last resort
         middle = tl.where((step < 6) & (step != 3) & (tl.abs(guess) < 1e38), near, middle)
         count = count_from(keys, middle, dtype)
         log_count = tl.log2(tl.maximum(count, 1).to(tl.float32))
@@ -98,7 +99,7 @@ def threshold(keys, k, GROUPS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def before(counts):
-    """The sum of what stands before each place of [THREADS, STRETCHES], stretch by stretch."""
+    """Return the exclusive prefix sum of counts [THREADS, STRETCHES], stretch by stretch."""
     within = tl.cumsum(counts, 0) - counts
     stretch = tl.sum(counts, 0)
     return within + (tl.cumsum(stretch, 0) - stretch)[None]
@@ -106,10 +107,10 @@ def before(counts):
 
 @triton.jit
 def named(place, inside, numbers, again, cells, window_rows, FOUND: tl.constexpr, LISTED: tl.constexpr):
-    """What stands in the result for these places of a row; `inside` says which are some.
+    """Return the values to write for these places of a row; `inside` is the mask of valid places.
 
-    That is the entry: the place itself or, with FOUND where `again` says so, the one at that place of `numbers`. With
-    LISTED its cell, counted behind the window's rows.
+    A value is the entry: the place itself, or `numbers[place]` with FOUND where `again` is true. With LISTED it is the
+    entry's cell plus the number of window rows.
     """
     entry = place
     if FOUND:
@@ -124,9 +125,9 @@ def named(place, inside, numbers, again, cells, window_rows, FOUND: tl.constexpr
 def fill_row(
     out, window, start, first, count, k, LISTED: tl.constexpr, WINDOW: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Stores COLUMNS columns of a list from `start` on, but not the `count` entries from column `first` on.
+    """Store COLUMNS columns of a list from `start` on, except the `count` entries from column `first` on.
 
-    window: the row's WINDOW columns, which hold but for the k places of entries.
+    window: the row's WINDOW columns, copied except at the k places of entries.
     """
     WIDE: tl.constexpr = triton.next_power_of_2(COLUMNS)
     column = start + tl.arange(0, WIDE)
@@ -144,9 +145,9 @@ def store_marked(
     marks, first, counts, scores, numbers, cells, out, out_scores, start, window_rows,
     FIRST: tl.constexpr, LAST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the first `counts` of the entries that the bits of marks name, from place `first` on.
+    """Store the first `counts` entries of each bit mask, from place `first` on.
 
-    marks, first, counts: int32 [THREADS, STRETCHES]; bit j of a mark stands for the j-th of its eight entries.
+    marks, first, counts: int32 [THREADS, STRETCHES]; bit j of a mask is the j-th of its eight entries.
     """
     THREADS: tl.constexpr = marks.shape[0]
     base = (tl.arange(0, marks.shape[1])[None] * THREADS + tl.arange(0, THREADS)[:, None]) * 8
@@ -166,7 +167,7 @@ def store_places(
     place, inside, target, scores, numbers, cells, out, out_scores, start, window_rows,
     FIRST: tl.constexpr, LAST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Stores what stands for these places of a row, or of a part of it, at `target` of the result."""
+    """Store the values of these places of a row, or of a chunk of it, at `target` of the result."""
     if LAST:
         name = named(place, inside, numbers, True, cells, window_rows, not FIRST, LISTED)
         tl.store(out + target, name, inside)
@@ -180,7 +181,7 @@ def store_places(
 def choose_largest(
     scores,  # int16 or int32 [T, length]
     visible,  # [T]
-    numbers,  # [T, length], the entries that places stand for; FIRST: the place itself
+    numbers,  # [T, length], entry at each place; FIRST: the place itself
     table,  # LISTED: [B, .]
     sequence,  # [T]
     window_index,  # [T, WINDOW]
@@ -189,7 +190,7 @@ def choose_largest(
     window_stride,
     window_rows,
     out,  # LAST: int64 [T, WINDOW + k]; otherwise entries [T, chunks, k]
-    out_scores,  # LAST: none; otherwise the scores of out, and out_visible [T] how many of its places are in use
+    out_scores,  # LAST: unused; otherwise the scores of out, with out_visible [T] places in use
     out_visible,
     length,
     k,
@@ -205,7 +206,7 @@ def choose_largest(
     GROUPS: tl.constexpr,
     LISTED: tl.constexpr,
     WINDOW: tl.constexpr,
-    LEFT: tl.constexpr,  # rows of which no more is visible are left to another kernel
+    LEFT: tl.constexpr,  # rows with at most this many visible entries are left to another kernel
     OVERLAP: tl.constexpr,
 ):
     CHUNK: tl.constexpr = STRETCHES * THREADS * 8
@@ -219,7 +220,7 @@ def choose_largest(
     one = tl.arange(0, 8)[None, None]
     place = (stretch * THREADS + thread) * 8 + one
     wait_for_inputs(OVERLAP)
-    # on its way while the number of visible ones comes
+    # load before the number of visible entries is known
     bits = tl.load(scores + place, place < tl.cdiv(length, ALIGNED) * ALIGNED - start, other=0)
     all_seen = tl.minimum(tl.load(visible + row), length).to(tl.int32)
     seen = tl.minimum(tl.maximum(all_seen - start, 0), CHUNK)
@@ -245,7 +246,7 @@ def choose_largest(
     else:
         keys = ordered(bits, place, seen)
         limit, above = threshold(keys, k, GROUPS, bits.dtype)
-        # of eight entries those above the limit: marks, from bit 8 on their number; the same above bit 16 of equal ones
+        # per eight entries, bits 0-7 mark those above the limit and bits 8-15 count them; bits 16-31: equal ones
         weight = (1 << one) + 256
         found = tl.sum(tl.where(keys > limit, weight, tl.where(keys == limit, weight << 16, 0)), 2)
         counts = (found >> 8) & 0x000F000F

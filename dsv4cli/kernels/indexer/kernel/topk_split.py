@@ -1,4 +1,4 @@
-"""The k largest of a few rows in Triton: several programs look at the same row, and each lists a part of it."""
+"""Top-k of a few rows in Triton: several programs read the same row, and each lists a part of it."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,13 @@ from dsv4cli.kernels.indexer.kernel.topk_radix import fill_row, named, ordered, 
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
-# entries that a program ranks at once, and how many it compares them with at once
+# entries that a program ranks at once, and entries that it compares them with at once
 MINE, OTHERS = tl.constexpr(8), tl.constexpr(1024)
 
 
 @triton.jit
 def rank_keys(bits, place, seen):
-    """Integers in the order of the scores and, of equal ones, the lower place first: no two are equal."""
+    """Return distinct integers ordered like the scores; among equal scores the lower place is larger."""
     wide: tl.constexpr = tl.int32 if bits.dtype == tl.int16 else tl.int64
     keys = (ordered(bits, place, seen).to(wide) << 16) | (0xFFFF - place)
     return tl.where(place < seen, keys, -0x80000000 if bits.dtype == tl.int16 else -0x8000000000000000)
@@ -24,7 +24,7 @@ def list_by_rank(
     scores, numbers, again, cells, out, seen, k, window_rows, part,
     FOUND: tl.constexpr, LISTED: tl.constexpr, ALIGNED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Lists each of the program's entries in the place of its rank, which is how many are better."""
+    """Store each of the program's entries at its rank, the number of better entries."""
     end = tl.cdiv(seen, ALIGNED) * ALIGNED
     for start in range(part * MINE, seen, PARTS * MINE):
         mine = start + tl.arange(0, MINE)
@@ -43,13 +43,13 @@ def list_by_limit(
     keys, place, scores, numbers, again, cells, out, seen, k, window_rows, part,
     FOUND: tl.constexpr, LISTED: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Lists those of the program's entries that are above the k-th largest key, and the first of those equal to it."""
+    """Store the program's entries above the k-th largest key, and the first of those equal to it."""
     SIZE: tl.constexpr = keys.shape[0] * keys.shape[1] * 8 // PARTS
     mine = part * SIZE + tl.arange(0, SIZE)
     bits = tl.load(scores + mine, mine < seen, other=0)
     name = named(mine, mine < seen, numbers, again, cells, window_rows, FOUND, LISTED)
     limit, above = threshold(keys, k, GROUPS, bits.dtype)
-    # how many are above the limit, and from bit 16 on how many equal it
+    # lower 16 bits count keys above the limit, upper 16 bits keys equal to it
     counts = tl.where(keys > limit, 1, tl.where(keys == limit, 1 << 16, 0))
     before = tl.sum(tl.sum(tl.sum(tl.where(place < part * SIZE, counts, 0), 2), 1), 0)
     own = ordered(bits, mine, seen)
@@ -63,7 +63,7 @@ def list_by_limit(
 def choose_in_parts(
     scores,  # int16 or int32 [T, length]
     visible,  # [T]
-    found_scores,  # FOUND: what `choose_largest` found in rows of which more than a tile is visible, [T, .]
+    found_scores,  # FOUND: [T, .], result of `choose_largest` in rows with more visible entries than a tile
     found_visible,  # [T]
     found,  # [T, .]
     table,  # LISTED: [B, .]
@@ -85,8 +85,8 @@ def choose_in_parts(
     K: tl.constexpr,
     GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
-    RANKED: tl.constexpr,  # the most visible entries that are ranked
-    SEARCHING: tl.constexpr,  # how many programs list more than these
+    RANKED: tl.constexpr,  # the most visible entries for which entries are ranked
+    SEARCHING: tl.constexpr,  # programs that list a row with more
     LISTED: tl.constexpr,
     WINDOW: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -104,7 +104,7 @@ def choose_in_parts(
         scores = tl.where(again, found_scores + row * found_stride, scores)
         numbers += row * found_stride
         end = seen
-    # on its way while the number of visible ones comes, but for FOUND
+    # load before the number of visible entries is known, except with FOUND
     end = tl.where(part < SEARCHING, end, 0)
     bits = tl.load(scores + place, place < tl.cdiv(end, ALIGNED) * ALIGNED, other=0)
     cells, first = found, 0

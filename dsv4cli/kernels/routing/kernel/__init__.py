@@ -1,6 +1,6 @@
-"""The router in Triton: logits over experts and columns in one launch, the choice and the weights in a second.
+"""The router in Triton: one launch computes logits, split over experts and columns; a second selects and weighs.
 
-A few tokens take one launch, in which some programs do the work of the second.
+For a few tokens a single launch does both.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 from dsv4cli.kernels.rows import planned_rows, rows
 from dsv4cli.kernels.workspace import words
 
-# tokens up to which a hash layer reads the rows of its chosen experts only, one token at a time
+# the most tokens for which a hash layer reads only the weight rows of the selected experts, one token per program
 GATHERED_TOKENS = 512
 
 
 class FusedRouteTiles(NamedTuple):
-    """What a program that adds up logits takes where there is one launch: tokens, experts, columns."""
+    """Tile sizes of a program that sums logits in the single launch: tokens, experts, columns."""
 
     tokens: int
     experts: int
@@ -30,12 +30,12 @@ class FusedRouteTiles(NamedTuple):
 
 
 def fused_tiles(count: int) -> FusedRouteTiles:
-    """Measured on an H200 with 256 experts and a width of 4096."""
+    """Return the tile sizes, measured on an H200 with 256 experts and a width of 4096."""
     return FusedRouteTiles(1, 1, 1024, 1) if planned_rows(count, 1) == 1 else FusedRouteTiles(16, 16, 512, 1)
 
 
 class LogitTiles(NamedTuple):
-    """What a program of `_logits` takes: tokens, experts, columns in a step; how many programs share a sum."""
+    """Tile sizes of a program of `_logits`: tokens, experts, columns per iteration; and the programs per sum."""
 
     tokens: int
     experts: int
@@ -46,7 +46,7 @@ class LogitTiles(NamedTuple):
 
 
 def logit_tiles(count: int, device: torch.device) -> LogitTiles:
-    """Measured on an H200 with 256 experts and a width of 4096."""
+    """Return the tile sizes, measured on an H200 with 256 experts and a width of 4096."""
     for most, tile in (
         (32, LogitTiles(16, 16, 512, 8, 4, 1)),
         (128, LogitTiles(32, 64, 128, 16, 4, 2)),
@@ -56,7 +56,7 @@ def logit_tiles(count: int, device: torch.device) -> LogitTiles:
     ):
         if count <= most:
             return tile
-    # a step: bf16 of 128 tokens and 128 experts
+    # bytes of a pipeline stage: 64 bf16 columns of 128 tokens and 128 experts
     return LogitTiles(128, 128, 64, 2, 8, stages_that_fit(device, 5, 32 << 10))
 
 
@@ -111,7 +111,7 @@ def _routed(
     weights = torch.empty(count, k, device=x.device)
     block = min(tile.block, max(16, next_power_of_2(width)))
     splits = cdiv(width, block)
-    every = max(next_power_of_2(number), 32 * tile.warps)  # a word of `take` for each thread
+    every = max(next_power_of_2(number), 32 * tile.warps)  # at least one word of `take` per thread
     if count:
         fused_route[(cdiv(number, tile.experts) * splits + count,)](
             given, weight.contiguous(), bias, words(x.device, FEW, splits, number), routed, experts, weights,
@@ -123,7 +123,7 @@ def _routed(
 
 
 def _parts(x: torch.Tensor, weight: torch.Tensor, routed: torch.Tensor | None) -> torch.Tensor:
-    """The logits as fp32 [splits, T, E], parts of a sum over the columns."""
+    """Return the logits as partial sums over the columns, fp32 [splits, T, E]."""
     given, (count, width), number = rows(x), x.shape, len(weight)
     tile = logit_tiles(count, x.device)
     columns = cdiv(cdiv(width, tile.splits), tile.block) * tile.block
@@ -180,7 +180,7 @@ def _select(
     routed: torch.Tensor | None,
     route_scale: float,
 ) -> torch.Tensor:
-    """Writes the experts, chosen by biased score or, given (table, ids), by token id; returns their weights."""
+    """Write the experts, selected by biased score or, given (table, ids), by token id; return their weights."""
     (splits, count, number), k = parts.shape, experts.shape[1]
     weights = torch.empty(count, k, device=parts.device)
     table, ids = by_id or (experts, experts)

@@ -1,4 +1,4 @@
-"""The router of a few tokens in one launch: some programs add up logits, one a token takes them and chooses."""
+"""The router for a few tokens in one launch: some programs sum logits, and one per token selects its experts."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 
-# tokens that one launch takes: one tile of tensor cores
+# the most tokens for a single launch: one tile of the tensor cores
 FEW = 16
 
 
@@ -17,7 +17,7 @@ def _logit_of_each(
     program, x, weight, routed, parts, count, stride,
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Each token's part of the logit of an expert."""
+    """Compute each token's partial logit of one expert."""
     expert, split = program // SPLITS, program % SPLITS
     column = split * BLOCK + tl.arange(0, BLOCK)[None]
     factors = tl.load(weight + expert * WIDTH + column, column < WIDTH, other=0.0)
@@ -35,7 +35,7 @@ def _logits_of_few(
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
     BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All tokens' parts of the logits of EXPERTS experts."""
+    """Compute all tokens' partial logits of EXPERTS experts."""
     split, first = program % SPLITS, program // SPLITS * EXPERTS
     expert, column = first + tl.arange(0, EXPERTS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
     factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
@@ -84,8 +84,8 @@ def fused_route(
     K: tl.constexpr,
     ALL: tl.constexpr,  # NUMBER, rounded up
     PLACES: tl.constexpr,  # K, rounded up
-    TOKENS: tl.constexpr,  # of a program that adds up logits, 1: one after another
-    EXPERTS: tl.constexpr,  # the same
+    TOKENS: tl.constexpr,  # per program that sums logits; 1: one after another
+    EXPERTS: tl.constexpr,  # per program that sums logits
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):

@@ -1,4 +1,4 @@
-"""Scores, the choice of experts by them, and their weights."""
+"""Router scores, top-k experts and their weights."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def score_of(logits):
-    """sqrt(softplus(logits)); softplus is linear above 20, as torch's."""
+    """Return sqrt(softplus(logits)); softplus is linear above 20, as in torch."""
     small = tl.minimum(logits, 20.0)
     # log(1 + u) = u * log(w) / (w - 1) with w the rounded sum: the rounding cancels (W. Kahan)
     power = tl.exp(small)
@@ -17,21 +17,21 @@ def score_of(logits):
 
 @triton.jit
 def _ordered(x):
-    """int32 that compare as the floats do."""
+    """Return int32 values that compare like the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def best_of(scores, biased, NUMBER: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr):
-    """The experts with the highest of NUMBER biased scores [EXPERTS], best first, int32 [PLACES], and their scores."""
+    """Return the experts with the highest of NUMBER biased scores [EXPERTS], best first, and their scores: [PLACES]."""
     EXPERTS: tl.constexpr = scores.shape[0]
     expert, place = tl.arange(0, EXPERTS), tl.arange(0, PLACES)
     chosen, values = tl.zeros([PLACES], tl.int32), tl.zeros([PLACES], tl.int32)
     order = tl.where(expert < NUMBER, _ordered(biased), -0x80000000)
     for taken in tl.static_range(K):
         best = tl.min(tl.where(order == tl.max(order, 0), expert, EXPERTS), 0)
-        # as integers, which a warp compares in one instruction; no score is negative
+        # compare as integers, which a warp reduces in one instruction; no score is negative
         value = tl.max(tl.where(expert == best, scores.to(tl.int32, bitcast=True), 0), 0)
         chosen, values = tl.where(place == taken, best, chosen), tl.where(place == taken, value, values)
         order = tl.where(expert == best, -0x80000000, order)
@@ -40,7 +40,7 @@ def best_of(scores, biased, NUMBER: tl.constexpr, K: tl.constexpr, PLACES: tl.co
 
 @triton.jit
 def store_choice(experts, weights, token, chosen, values, route_scale, K: tl.constexpr):
-    """A token's experts [PLACES], and their scores [PLACES] normalised to sum to route_scale."""
+    """Store a token's experts [PLACES], and their scores [PLACES] normalized to sum to route_scale."""
     place = tl.arange(0, chosen.shape[0])
     values = tl.where(place < K, values, 0.0)
     tl.store(experts + token * K + place, chosen.to(tl.int64), place < K)

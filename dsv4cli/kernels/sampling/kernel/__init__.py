@@ -1,4 +1,4 @@
-"""Sampling in Triton: a row is shared by many programs, a part each; every exchange between them is a launch."""
+"""Sampling in Triton: many programs share a row, one part each, and exchange results only between launches."""
 
 import torch
 import triton
@@ -24,20 +24,20 @@ from dsv4cli.kernels.sampling.kernel.top_p import (
     race_of_nucleus,
 )
 
-# of a program that adds chances up: with others the last bits of a row's sums were to depend on the number of rows
+# warps of a program with floating-point sums: fixed, so that a row's bits do not depend on the number of rows
 SUMMING = {"num_warps": 8}
-# each program first finds out where the search stands, which takes longer than a part of a row
+# programs of a nucleus kernel: each first reads the state of the search, which takes longer than one part of a row
 PROGRAMS = 1024
 
 
 def warps(rows: int) -> dict[str, int]:
-    """Of a program that works on a part and adds up whole numbers, or none."""
-    # H200, a nucleus: one row 24.6 us with eight and 32.6 with four, 16 rows 143 and 136
+    """Return the warps of a program that works on one part and has no floating-point sums."""
+    # H200, nucleus sampling: one row 24.6 us with eight warps and 32.6 with four, 16 rows 143 and 136
     return {"num_warps": 8 if rows <= 4 else 4}
 
 
 def together(rows: int, parts: int) -> int:
-    """How many parts of a row a program of the nucleus takes: some PROGRAMS are enough to keep a GPU busy."""
+    """Return the parts of a row per program of the nucleus kernels: about PROGRAMS programs keep a GPU busy."""
     return max(1, (rows * parts + PROGRAMS // 2) // PROGRAMS)
 
 
@@ -90,7 +90,7 @@ def draw_nucleus(
     best, columns = partial(rows, parts, device)
     if not rows:
         return first_of_best(best, columns)
-    # the histograms of a row; what each level has found, some digits of a key and the sum of all above them
+    # a row's histograms; the result of each level: some digits of a key, and the sum of all above them
     mass = torch.empty(rows, LEVELS.value, COPIES.value, BINS.value, dtype=torch.int64, device=device)
     found = torch.empty(LEVELS.value + 1, rows, 2, dtype=torch.int64, device=device)
     tops, sums = sums_of(logits, temperatures, mass)
@@ -146,9 +146,9 @@ def logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def sums_of(
     logits: torch.Tensor, temperatures: torch.Tensor | None, mass: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of each part of a row, divided by its temperature, and the sum of exp of what is left: [R, parts].
+    """Return the maximum of each part of logits / temperature, and its sum of exp(value - maximum): [R, parts].
 
-    Clears mass.
+    Clears `mass`.
     """
     rows, width = logits.shape
     part, parts = divided(width)
@@ -161,7 +161,7 @@ def sums_of(
 
 
 def padding(parts: int) -> int:
-    """So many parts a kernel takes that adds them up."""
+    """Return the padded number of parts for kernels that reduce over parts."""
     return max(2, next_power_of_2(parts))
 
 
@@ -176,20 +176,20 @@ def noise(seeds: torch.Tensor, positions: torch.Tensor, width: int) -> torch.Ten
 
 
 def check(*tensors: torch.Tensor) -> None:
-    """Raises KernelUnsupported for logits and noise that the kernels do not take."""
+    """Raise KernelUnsupported for logits or noise that the kernels do not support."""
     for x in tensors:
         if x.dtype != torch.float32 or x.stride(1) != 1:
             raise KernelUnsupported(f"Triton samples from fp32 with consecutive columns, not {x.dtype}, {x.stride()}")
 
 
 def check_numbers(x: torch.Tensor, dtype: torch.dtype) -> None:
-    """Raises KernelUnsupported for a number of each row that the kernels do not take."""
+    """Raise KernelUnsupported for per-row numbers that the kernels do not support."""
     if x.dtype != dtype or (x.stride(0) != 1 and len(x) > 1):
         raise KernelUnsupported(f"Triton takes these numbers in {dtype}, one behind the other, not {x.dtype}")
 
 
 def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """The column of the largest of each row's parts [R, parts] -> int64 [R]."""
+    """Return the column of the largest part of each row: [R, parts] -> int64 [R]."""
     rows, parts = best.shape
     chosen = torch.empty(rows, dtype=torch.int64, device=best.device)
     if rows:
@@ -241,7 +241,7 @@ def _sums(
         number = part * CLEARED + tl.arange(0, CLEARED)
         tl.store(mass + row * MASS + number, tl.zeros([CLEARED], tl.int64), number < MASS)
     top = tl.max(values, 0)
-    # 0, or NaN where a logit is not finite
+    # 0, or NaN if a logit is not finite
     strange = tl.where(column < WIDTH, values - values, 0.0)
     tl.store(tops + row * tl.num_programs(0) + part, top)
     tl.store(sums + row * tl.num_programs(0) + part, tl.sum(tl.exp(values - top) + strange, 0))
@@ -249,13 +249,13 @@ def _sums(
 
 @triton.jit
 def scaled(values, temperature):
-    """values / temperature; with temperature 0, the values."""
+    """Return values / temperature, or the values if the temperature is 0."""
     return tl.div_rn(values, tl.where(temperature == 0, 1.0, temperature))
 
 
 @triton.jit
 def scale_of(tops, sums, row, PARTS: tl.constexpr, PADDED: tl.constexpr):
-    """What makes chances of logits / temperature: the largest of a row, and 1 / sum(exp(them - largest))."""
+    """Return a row's maximum and 1 / sum(exp(value - maximum)), over values = logits / temperature."""
     part = tl.arange(0, PADDED)
     highs = tl.load(tops + row * PARTS + part, part < PARTS, other=float("-inf"))
     parts = tl.load(sums + row * PARTS + part, part < PARTS, other=0.0)
@@ -303,7 +303,7 @@ def _chances(
     sums,
     mass,
     stride,
-    together,  # parts that a program takes
+    together,  # parts per program
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PADDED: tl.constexpr,

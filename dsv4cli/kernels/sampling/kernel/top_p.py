@@ -1,7 +1,7 @@
-"""The nucleus without sorting: the smallest chance that is in it, and the best of what is in it.
+"""Top-p without sorting: finds the smallest probability of the nucleus, then the best token in it.
 
-Histograms of chances lead to the smallest chance, six bits of it each. Their sums are integers: exact, so that no order
-of adding matters.
+Histograms of probabilities yield the smallest probability, six bits per level. Their sums are integers: exact in any
+order.
 """
 
 import triton
@@ -14,32 +14,33 @@ from dsv4cli.kernels.sampling.kernel.split import best_of
 
 LEVELS, BINS = tl.constexpr(5), tl.constexpr(64)
 EVERYTHING = tl.constexpr(ref.EVERYTHING)
-# what a nucleus leaves out, in `ref.UNIT`ths, from its limit; so little that the last bits of fp32 are not far less
+# in units of 1 / `ref.UNIT`: WHOLE - limit is what a nucleus excludes; up to LITTLE, fp32 rounding is not negligible
 WHOLE, LITTLE = tl.constexpr(ref.UNIT - ref.SLACK), tl.constexpr(ref.UNIT // 10_000)
-# so many histograms of each level are added up, lest all programs add to the same few numbers
+# copies of each level's histogram, summed later, so that programs do not all add to the same few addresses
 COPIES = tl.constexpr(8)
 MASS = tl.constexpr(LEVELS.value * COPIES.value * BINS.value)
-# values that are taken together: the sum of so many mantissas of 24 bits fits into 32; from how many known ones among
-# them on a program adds them up first, which takes as long for few as for all; the last level that may have so many
+# CHUNK: values processed together; the sum of that many 24-bit mantissas fits 32 bits
+# MANY: with more valid values than this, a program sums them before its atomic additions (constant cost)
+# CROWDED: the last level that can have so many
 CHUNK, MANY, CROWDED = tl.constexpr(256), tl.constexpr(96), tl.constexpr(2)
 
 
 @triton.jit
 def limit_at(temperatures, limits, row):
-    """A row's limit, as ref.limit_of; a greedy row has nothing to look for."""
+    """Return a row's limit, as ref.limit_of. A greedy row needs no search."""
     return tl.where(tl.load(temperatures + row) == 0, EVERYTHING, tl.load(limits + row))
 
 
 @triton.jit
 def least_of(limit, WIDTH: tl.constexpr):
-    """What is less likely is not in the nucleus: all of it holds half of what the nucleus leaves out, at most."""
+    """Return a lower bound of the nucleus: all tokens below it sum to at most half of what the nucleus excludes."""
     left = WHOLE - limit
     return tl.where(left > LITTLE, left.to(tl.float32) * (2.0**-63 / WIDTH), 0.0)
 
 
 @triton.jit
 def load_part(row, first, WIDTH: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, OTHER: tl.constexpr):
-    """The values of a part of a row, OTHER beyond its end: a tuple of so many of size SIZE, all asked for at once."""
+    """Load a part of a row as a tuple of blocks of SIZE values, all loads in flight at once; OTHER beyond its end."""
     values = ()
     for chunk in tl.static_range(PART // SIZE):
         column = first + chunk * SIZE + tl.arange(0, SIZE)
@@ -49,14 +50,17 @@ def load_part(row, first, WIDTH: tl.constexpr, PART: tl.constexpr, SIZE: tl.cons
 
 @triton.jit
 def key_of(chance):
-    """A number of five digits of six bits that grows with the chance, int32: first its exponent, 0 below the unit."""
+    """Return an int32 key that grows with the probability: five digits of six bits.
+
+    The first digit is the exponent, 0 below the unit.
+    """
     bits = chance.to(tl.int32, bitcast=True)
     return (tl.maximum((bits >> 23) - 64, 0) << 24) | ((bits & 0x7FFFFF) << 1)
 
 
 @triton.jit
 def in_units(mantissas, exponent):
-    """A sum of mantissas that share the first digit of their keys, in `ref.UNIT`ths; int64."""
+    """Convert a sum of mantissas whose keys share the first digit to units of 1 / `ref.UNIT`, int64."""
     up = (exponent - 24).to(tl.int64)
     sums = tl.where(up >= 0, mantissas << tl.maximum(up, 0), mantissas >> tl.maximum(-up, 0))
     return tl.where(exponent > 0, sums, 0)
@@ -69,9 +73,9 @@ def mantissa_of(key):
 
 @triton.jit
 def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
-    """Adds the chances of these keys (int32 [n], up to CROWDED of CHUNK) to a level's bins.
+    """Add the probabilities of these keys (int32 [n], at levels up to CROWDED n is CHUNK) to the bins of a level.
 
-    first: the first digit that all known keys have, unless the level is that of this digit.
+    first: the first digit of all known keys; unused at the level of that digit.
     """
     number, digit = tl.arange(0, BINS), (key >> (LEVELS - LEVEL) * 6) & (BINS - 1)
     mantissa, crowded = mantissa_of(key), False
@@ -89,9 +93,9 @@ def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
 
 @triton.jit
 def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
-    """The digits of the smallest chance's key that are known after a level, and what lies above all that have them.
+    """Return the known digits of the smallest probability's key after a level, and the sum of all above that prefix.
 
-    first: whether this program writes down what it has found.
+    first: whether this program stores the result.
     """
     prefix, above = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
     if LEVEL > 1:
@@ -100,7 +104,7 @@ def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
     copy, number = tl.arange(0, COPIES)[:, None], tl.arange(0, BINS)[None]
     inside = tl.sum(tl.load(mass + ((row * LEVELS + LEVEL - 1) * COPIES + copy) * BINS + number), 0)
     higher = above + tl.sum(inside, 0) - tl.cumsum(inside, 0)
-    # the higher the bin, the less is above
+    # the sum above a bin decreases with the bin
     prefix = prefix * BINS + tl.sum((higher >= limit).to(tl.int32), 0)
     above = tl.max(tl.where(higher < limit, higher, 0), 0)
     tl.store(found + (LEVEL * count + row) * 2, prefix.to(tl.int64), first)
@@ -114,12 +118,12 @@ def find_smallest(
     temperatures,
     limits,
     mass,  # int64 [count, LEVELS, COPIES, BINS]
-    found,  # int64 [LEVELS + 1, count, 2]: digits known of the smallest chance of the nucleus, sum of all above these
+    found,  # int64 [LEVELS + 1, count, 2]: known digits of the nucleus's smallest key, sum of all above them
     count,
-    together,  # parts that a program takes
+    together,  # parts per program
     WIDTH: tl.constexpr,
     PART: tl.constexpr,
-    LEVEL: tl.constexpr,  # those that are complete
+    LEVEL: tl.constexpr,  # number of complete levels
     OVERLAP: tl.constexpr,
 ):
     row, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * together
@@ -145,7 +149,7 @@ def race_of_nucleus(
     limits,
     mass,
     found,
-    best,  # [count, parts]: the best of those that are as likely as the smallest chance, or likelier
+    best,  # [count, parts]: the best value in the nucleus
     columns,
     stride,  # of noise
     count,
@@ -163,7 +167,7 @@ def race_of_nucleus(
         inside = column < WIDTH
         chance = tl.load(chances + row * WIDTH + column, inside, other=0.0)
         race = chance / tl.load(noise + row * stride + column, inside, other=1.0)
-        # the key of a logit below 0 is 0 or more, as the smallest of a greedy row is 0
+        # a greedy row passes the filter: its smallest key is 0, and the key of any logit is at least 0
         top, best_column = best_of(tl.where(greedy, chance, race), column, inside & (key_of(chance) >= smallest))
         slot = row * tl.cdiv(WIDTH, PART) + part
         tl.store(best + slot, top)

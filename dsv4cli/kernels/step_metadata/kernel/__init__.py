@@ -1,6 +1,6 @@
-"""The metadata of a step in Triton: one launch, whose programs share tokens, groups, lists and tables among them.
+"""Step metadata in Triton: one launch whose programs divide tokens, groups, lists and tables among them.
 
-Numbers are counted in 32 bits and stored in 64.
+Computes in 32 bits and stores 64.
 """
 
 from dataclasses import replace
@@ -57,7 +57,7 @@ def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.T
 
 
 class MetadataTiles(NamedTuple):
-    """The tokens that a program takes, how many columns of their lists, and its warps."""
+    """Tokens per program, columns of their lists per program, and warps."""
 
     tokens: int
     columns: int
@@ -65,13 +65,13 @@ class MetadataTiles(NamedTuple):
 
 
 def metadata_tiles(tokens: int) -> MetadataTiles:
-    """The fastest of those measured."""
-    # H200: 64 tokens at 8K 2.3 us, 2.8 with four warps; 8,192 tokens 16 us, 22 with four tokens a program
+    """Return the fastest tile sizes measured."""
+    # H200: 64 tokens at 8K 2.3 us, 2.8 with four warps; 8,192 tokens 16 us, 22 with four tokens per program
     return MetadataTiles(1, 256, 2) if tokens <= 64 else MetadataTiles(8, 256, 4)
 
 
 def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
-    """Memory for what is to be made, tables with a place for each entry that the blocks hold."""
+    """Allocate the outputs. Tables have a column for each entry that the blocks hold."""
     device, tokens, (sequences, columns) = chunks.slots.device, layout.tokens, chunks.blocks.shape
     pairs = next(iter(frequencies.values())).numel()
 
@@ -115,12 +115,12 @@ def empty_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.
     do_not_specialize_on_alignment=["slots", "starts", "counts", "fewest", "blocks"],
 )
 def _step_metadata(
-    slots,  # these four int64 [sequences]
+    slots,  # this and the next three int64 [sequences]
     starts,
     counts,
     fewest,
     blocks,  # int64 [sequences, columns]
-    frequencies,  # of each ratio that rotates fp32 [PAIRS]
+    frequencies,  # fp32 [PAIRS] of each ratio with rotations
     group_frequencies,  # of each of RATIOS
     sequence,  # the outputs, as in StepMetadata
     positions,
@@ -130,7 +130,7 @@ def _step_metadata(
     window_cells,
     every_entry,
     rotations,
-    groups,  # these five of each of RATIOS
+    groups,  # this and the next four: one of each of RATIOS
     cells,
     group_rotations,
     visible,
@@ -141,7 +141,7 @@ def _step_metadata(
     block_stride,
     lists,  # columns of every_entry
     window_rows,
-    first_groups,  # of each of RATIOS
+    first_groups,  # number of groups of each of RATIOS
     second_groups,
     RATIOS: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -149,7 +149,7 @@ def _step_metadata(
     IN_RINGS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
-    SEQUENCES: tl.constexpr,  # these three are powers of two
+    SEQUENCES: tl.constexpr,  # this and the next two are powers of two
     WINDOWS: tl.constexpr,
     TURNS: tl.constexpr,
     ROWS: tl.constexpr,

@@ -1,4 +1,4 @@
-"""What programs know of the tokens or groups that they take, and what they store of them."""
+"""Device functions that load and store the metadata of tokens and groups."""
 
 import triton
 import triton.language as tl
@@ -10,14 +10,16 @@ PREVIOUS = tl.constexpr(WITH_PREVIOUS)
 
 @triton.jit
 def owner_of(sizes, number):
-    """Of runs of these sizes (int32 [n]), one behind the other, which holds each number (int32 [m]), and its first."""
+    """Return the run of each number (int32 [m]) and the run's first number; runs of `sizes` (int32 [n]) are
+    consecutive.
+    """
     before = tl.cumsum(sizes, 0)[None] <= number[:, None]
     return tl.sum(before.to(tl.int32), 1), tl.sum(tl.where(before, sizes[None], 0), 1)
 
 
 @triton.jit
 def picked(numbers, owner, sequences):
-    """The numbers (int64 [sequences] in memory) of these sequences, in 32 bits; 0 past the end."""
+    """Load the numbers (int64 [sequences] in memory) of these sequences as int32; 0 past the end."""
     return tl.load(numbers + owner, owner < sequences, other=0).to(tl.int32)
 
 
@@ -28,7 +30,7 @@ def store_numbers(out, row, numbers, known):
 
 @triton.jit
 def store_turns(turns, row, known, position, frequencies, PAIRS: tl.constexpr, TURNS: tl.constexpr):
-    """Stores cosine and sine of each pair at these positions (int32 [n]); turns: fp32 [., PAIRS, 2]."""
+    """Store cosine and sine of each pair at these positions (int32 [n]); turns: fp32 [., PAIRS, 2]."""
     pair, column = tl.arange(0, TURNS), tl.arange(0, 2 * TURNS)[None]
     angle = position.to(tl.float32)[:, None] * tl.load(frequencies + pair, pair < PAIRS, other=0.0)[None]
     both = tl.interleave(tl.cos(angle), tl.sin(angle))
@@ -37,7 +39,7 @@ def store_turns(turns, row, known, position, frequencies, PAIRS: tl.constexpr, T
 
 @triton.jit
 def chunk_of(row, sizes, slots, starts, counts, sequences):
-    """The chunk that each row is of (int32 [n]): its sequence, first row, first position, token count and slot."""
+    """Return the chunk of each row (int32 [n]): its sequence, first row, first position, token count and slot."""
     owner, offset = owner_of(sizes, row)
     size, ring = picked(counts, owner, sequences), picked(slots, owner, sequences)
     return owner, offset, picked(starts, owner, sequences), size, ring
@@ -45,8 +47,8 @@ def chunk_of(row, sizes, slots, starts, counts, sequences):
 
 @triton.jit
 def columns_before(first, size, owner, fewest, sequences, WINDOW: tl.constexpr):
-    """How many columns of a token's list come before its entries."""
-    # the official code lists as many window rows as a prompt is long, and a full window when it decodes
+    """Return how many columns of a token's list precede its entries."""
+    # the official code lists as many window rows as the prompt has tokens in prefill, and a full window in decode
     least = tl.maximum(size, picked(fewest, owner, sequences))
     return tl.where(first == 0, tl.minimum(least, WINDOW), WINDOW)
 
@@ -64,9 +66,9 @@ def window_row(
     CAPACITY: tl.constexpr,
     IN_RINGS: tl.constexpr,
 ):
-    """The rows of the window's keys in these columns of a token's list (int32 [1, m]), -1 where there is none.
+    """Return the rows of the window's keys in these columns of a token's list (int32 [1, m]), -1 if there is none.
 
-    Of each token int32 [n]: its position, and the first position, first row, sequence and slot of its chunk.
+    Arguments per token, int32 [n]: its position, and the first position, first row, sequence and slot of its chunk.
     """
     seen = tl.maximum(position - WINDOW + 1, 0)[:, None] + column
     cell = seen % CAPACITY
@@ -80,7 +82,7 @@ def window_row(
 
 @triton.jit
 def entry_cell(blocks, sequence, entry, known, stride, PER_BLOCK: tl.constexpr):
-    """The cells of entries of a sequence, int32."""
+    """Return the cells of a sequence's entries, int32."""
     place = blocks + sequence.to(tl.int64) * stride + entry // PER_BLOCK
     return tl.load(place, known, other=0).to(tl.int32) * PER_BLOCK + entry % PER_BLOCK
 
@@ -127,7 +129,7 @@ def store_groups(
 
 @triton.jit
 def store_table(table, blocks, sequence, entry, columns, block_stride, PER_BLOCK: tl.constexpr):
-    """Stores the cells of these entries (int32 [n]) of a sequence; table: int64 [., columns * PER_BLOCK]."""
+    """Store the cells of these entries (int32 [n]) of a sequence; table: int64 [., columns * PER_BLOCK]."""
     known = entry < columns * PER_BLOCK
     cell = entry_cell(blocks, sequence, entry, known, block_stride, PER_BLOCK)
     store_numbers(table + sequence.to(tl.int64) * columns * PER_BLOCK, entry, cell, known)
