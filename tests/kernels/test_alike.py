@@ -73,9 +73,10 @@ def gemms() -> dict[str, Case]:
 def mixtures() -> dict[str, Case]:
     parts = [part for _ in range(3) for part in stored(EXPERTS, WIDTH, WIDTH)]
     shared = [part for _ in range(3) for part in stored(WIDTH, WIDTH)]
-    # all rows may choose one expert, and a row any
-    chosen, weights = torch.randint(0, EXPERTS, (ROWS_ALIKE, 2)), torch.rand(ROWS_ALIKE, 2)
-    chosen[:, 0] = 3
+    # all rows may choose one expert, and another one each: never one twice, for more than ROWS_ALIKE rows of it
+    chosen, weights = torch.randint(1, EXPERTS, (ROWS_ALIKE, 2)), torch.rand(ROWS_ALIKE, 2)
+    chosen[:, 0] = 0
+    chosen = (chosen + 3) % EXPERTS
     x, every, one = normal(ROWS_ALIKE, WIDTH), ExpertWeights(*parts), ExpertWeights(*shared)
     return {
         "routed_experts": (lambda x, c, w: experts.routed_experts(x, every, c, w, 1.0, False), (x, chosen, weights)),

@@ -5,7 +5,8 @@ import re
 import pytest
 import torch
 
-from dsv4cli.engine.checkpoint.source import BUILT_IN, FolderSource, resolve_model
+from dsv4cli.engine.checkpoint.names import BUILT_IN
+from dsv4cli.engine.checkpoint.source import FolderSource, resolve_model
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.machine import Device, Machine
 from dsv4cli.engine.inspection.fit.plan import plan_fit
