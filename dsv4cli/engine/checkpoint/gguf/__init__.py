@@ -1,1 +1,1 @@
-"""The checkpoints of llama.cpp: GGUF files of the architecture deepseek4, read and described."""
+"""llama.cpp checkpoints: GGUF files of architecture deepseek4, read and described."""

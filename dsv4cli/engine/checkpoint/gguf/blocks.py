@@ -1,4 +1,4 @@
-"""The values in GGUF's blocks, read in numpy as the formats of the table have them; no torch.
+"""Decoding of GGUF blocks in numpy to the formats of the tensor table; no torch.
 
 Q8_0: 32 values, an fp16 scale and int8 codes. MXFP4: 32 values, an e8m0 scale and e2m1 codes: the first 16 values in
 the low nibbles of 16 bytes, the other 16 in the high ones. Source: ggml-common.h.
@@ -16,7 +16,7 @@ Raw = NDArray[Any]
 
 
 def mxfp4_codes(rows: Raw) -> Raw:
-    """The codes [n, K / 2] of rows [n, bytes] of MXFP4, two a byte with the low nibble for the even column."""
+    """Return the codes [n, K / 2] of MXFP4 rows [n, bytes], two per byte with the even column in the low nibble."""
     codes = _blocks(rows, "MXFP4")[..., 1:]
     low, high = codes & 15, codes >> 4
     packed = np.concatenate((low[..., ::2] | low[..., 1::2] << 4, high[..., ::2] | high[..., 1::2] << 4), axis=-1)
@@ -24,12 +24,12 @@ def mxfp4_codes(rows: Raw) -> Raw:
 
 
 def mxfp4_scales(rows: Raw) -> Raw:
-    """The e8m0 scales [n, K / 32] of the same rows."""
+    """Return the e8m0 scales [n, K / 32] of MXFP4 rows [n, bytes]."""
     return np.ascontiguousarray(_blocks(rows, "MXFP4")[..., 0])
 
 
 def values(kind: str, rows: Raw) -> Raw:
-    """The values of rows [n, bytes]: float32, exact; int64 of I32."""
+    """Return the values of rows [n, bytes]: exact float32, or int64 for I32."""
     if kind == "I32":
         return rows.view(np.int32).astype(np.int64)
     if kind == "F32":

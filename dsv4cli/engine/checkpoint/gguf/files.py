@@ -1,4 +1,4 @@
-"""The files of one GGUF model: one, or several that count themselves; no torch."""
+"""The files of one GGUF model: one file, or several numbered ones; no torch."""
 
 import os
 import re
@@ -20,14 +20,14 @@ PART = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", r
 
 @dataclass(frozen=True)
 class GgufModel:
-    """What the files of a model say: the metadata of the first, the tensors of all."""
+    """The headers of a model: the metadata of the first file and the tensors of all files."""
 
     metadata: Metadata
     checkpoint: Checkpoint
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file, or a folder that holds such and no safetensors."""
+    """Return whether a path is a GGUF file, or a folder with GGUF files and no safetensors."""
     if path.suffix == SUFFIX and is_there(path):
         return True
     if not path.is_dir():
@@ -36,10 +36,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_model(path: Path) -> GgufModel:
-    """The headers of the model that a file or a folder holds; no tensor is read.
+    """Read the headers of the model in a file or folder, but no tensors.
 
-    Raises CheckpointError for what `read_gguf` refuses, a folder with several models, a file that is not there, and
-    files that do not belong together.
+    Raises CheckpointError for what `read_gguf` refuses, a folder with several models, a missing file, and files that do
+    not belong together.
     """
     files = _files(path)
     stamps = {file: stamp(os.stat(file)) for file in files}
@@ -54,7 +54,7 @@ def read_model(path: Path) -> GgufModel:
 
 
 def scan_gguf(folder: Path, files: Iterable[Path]) -> Checkpoint:
-    """The tensors of some files of a model. Raises what `read_gguf` raises."""
+    """Return the tensors of some files of a model. Raises as `read_gguf`."""
     stamps = {file: stamp(os.stat(file)) for file in files}
     return _checkpoint(folder, [read_gguf(file) for file in stamps], stamps)
 
@@ -78,7 +78,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def _files(path: Path) -> tuple[Path, ...]:
-    """All files of the model, in their order."""
+    """Return all files of the model, in order."""
     first = path if not path.is_dir() else path / _only_model(path)
     match = PART.fullmatch(first.name)
     if match is None:
@@ -95,7 +95,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def _only_model(folder: Path) -> str:
-    """A file of the one model of a folder."""
+    """Return a file of the only model in a folder."""
     models = {(match["stem"] if (match := PART.fullmatch(name)) else name): name for name in _names(folder)}
     if len(models) > 1:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read and written: metadata by key, tensors by name; no torch.
+"""Reading and writing the header of a GGUF file: metadata by key, tensors by name; no torch.
 
 Format: "GGUF", version, numbers of tensors and of keys, each key with its value, each tensor with its dimensions (the
 fastest first), type and offset, padding; then the tensors' bytes, each at a multiple of `general.alignment`. Versions 2
@@ -34,15 +34,21 @@ Metadata = dict[str, Any]
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a file says of itself. metadata: numbers, strings, booleans and lists of them. tensors: by their bytes'
-    order, with the dimensions in the order of the other formats, the fastest last."""
+    """The header of a file.
+
+    metadata: numbers, strings, booleans and lists of these. tensors: ordered by offset, with the fastest dimension
+    last,
+    as in the other formats.
+    """
 
     metadata: Metadata
     tensors: tuple[TensorInfo, ...]
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """The header of one file. Raises CheckpointError for a file that is none, damaged or cut off, naming it."""
+    """Return the header of one file. Raises CheckpointError, naming it, for a file that is not GGUF, damaged or
+    truncated.
+    """
     try:
         with open(open_file(path), "rb") as file:
             return _HeaderReader(path, file).header()
@@ -55,7 +61,7 @@ def read_gguf(path: Path) -> GgufHeader:
 
 
 class _HeaderReader:
-    """Reads one file from its beginning."""
+    """A sequential reader of one file's header."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.file = path, file
@@ -90,7 +96,7 @@ class _HeaderReader:
         return struct.unpack(code, self.file.read(struct.calcsize(code)))[0]
 
     def _count(self, count: int, least: int) -> int:
-        """A number of entries of at least so many bytes each, which must fit into the file."""
+        """Check that `count` entries of at least `least` bytes each fit into the file, and return `count`."""
         if count * least > self.size - self.file.tell():
             raise _damaged(
                 self.path, f"is truncated or corrupt: {count * least} bytes of its header do not fit into it"
@@ -120,7 +126,7 @@ class _HeaderReader:
         return [value for (value,) in struct.iter_unpack(code, raw)]
 
     def _entry(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, dimensions, type and offset of a tensor."""
+        """Read name, dimensions, type and offset of a tensor."""
         name, dimensions = self._string(MAX_NAME), self._scalar("<I")
         if dimensions > MAX_DIMENSIONS:
             raise _damaged(self.path, f"has a corrupt header: {name} has {dimensions} dimensions")
@@ -148,13 +154,15 @@ class _HeaderReader:
 
 
 def tensor_bytes(kind: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this type and shape, the fastest dimension last."""
+    """Return the bytes of a tensor with this type and shape, fastest dimension last."""
     return prod(shape[:-1]) * row_bytes(kind, shape[-1] if shape else 1)
 
 
 def gguf_header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
-    """The header of a file, padded to where the tensors' bytes begin. tensors: type and shape by name, in the order of
-    their bytes, each of which `tensor_places` puts at a multiple of ALIGNMENT."""
+    """Return the header of a file, padded to the start of the tensor data.
+
+    tensors: type and shape by name, in the order of the data; `tensor_places` aligns each to a multiple of ALIGNMENT.
+    """
     parts = [MAGIC, struct.pack("<IQQ", max(VERSIONS), len(tensors), len(metadata))]
     parts += [_packed_string(key) + _packed_value(key, value) for key, value in metadata.items()]
     for (name, (kind, shape)), (begin, _) in zip(tensors.items(), tensor_places(tensors), strict=True):
@@ -165,7 +173,7 @@ def gguf_header(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[str, tu
 
 
 def tensor_places(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[tuple[int, int]]:
-    """Begin and end of each tensor's bytes behind the header."""
+    """Return begin and end of each tensor's bytes, relative to the end of the header."""
     places, position = [], 0
     for kind, shape in tensors.values():
         begin = _aligned(position, ALIGNMENT)

@@ -1,4 +1,4 @@
-"""A GGUF model as the table of the official checkpoints has it: FP4 experts, the rest in fp32 or bf16; no numpy."""
+"""A GGUF model seen as the official tensor table: FP4 experts, the rest in fp32 or bf16; no numpy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,13 +23,13 @@ VALUES = Formats("f32", "f32", "f32")
 
 @dataclass(frozen=True)
 class GgufIdentity(FolderIdentity):
-    """What GGUF files hold. metadata: of the first of them."""
+    """The identity of GGUF files. metadata: of the first file."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
-        """The table of the model, by official names: FP4 of an expert in MXFP4, bf16 of BF16, fp32 of the others."""
+        """The tensor table by official names: FP4 for experts in MXFP4, bf16 for BF16, fp32 for all other types."""
         tables = {kind: matrices(expected_tensors(self.config, view).values()) for kind, view in VIEWS.items()}
         found: dict[str, TensorSpec] = {}
         for name, roles in matrices(expected_tensors(self.config, VALUES).values()).items():
@@ -40,23 +40,23 @@ class GgufIdentity(FolderIdentity):
         return found
 
     def stored_type(self, weight: TensorSpec) -> str:
-        """The tensor type of a matrix or plain tensor; '' where it is not there."""
+        """Return the GGUF type of a matrix or other tensor; '' if it is missing."""
         info = self.checkpoint.tensors.get(gguf_name(weight))
         return info.dtype if info else ""
 
     @property
     def layout(self) -> str:
-        """GGUF."""
+        """The layout's name: GGUF."""
         return "gguf"
 
     @property
     def stored_naming(self) -> GgufNaming:
-        """Where the tensors of the table are."""
+        """The naming scheme, with the stored tensor types."""
         assert isinstance(self.naming, GgufNaming)
         return self.naming
 
     def check_readable(self) -> None:
-        """Raises UnsupportedCheckpoint for a tensor whose values cannot be read, by its name and type."""
+        """Raise UnsupportedCheckpoint, naming tensor and type, for a tensor whose values cannot be read."""
         other = [info for info in self.checkpoint.tensors.values() if not _is_readable(info)]
         if other:
             more = f" (and {len(other) - 1:,} more)" if len(other) > 1 else ""
@@ -73,10 +73,10 @@ def _is_readable(info: TensorInfo) -> bool:
 
 
 def recognise_gguf(path: Path) -> GgufIdentity:
-    """What a GGUF file or a folder of such holds, in whichever tensor types.
+    """Identify a GGUF file or a folder of GGUF files, with any tensor types.
 
-    Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged, of another architecture,
-    or holds a drafter.
+    Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged, has another architecture
+    or contains a drafter.
     """
     model = read_model(path)
     config = parse_gguf(model.metadata, str(model.checkpoint.files[0]))
@@ -92,7 +92,7 @@ def recognise_gguf(path: Path) -> GgufIdentity:
 
 
 def _formats(tensors: Mapping[str, TensorInfo]) -> Formats:
-    """How most matrices are seen, by the first of each kind."""
+    """Return the formats under which most matrices are seen, judged by the first of each kind."""
 
     def of(name: str) -> Formats:
         info = tensors.get(name)

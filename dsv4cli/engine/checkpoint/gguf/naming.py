@@ -1,7 +1,7 @@
-"""Where GGUF stores the tensors of the table: llama.cpp's names and tensor types, experts stacked; no torch.
+"""GGUF's naming scheme: llama.cpp's names and tensor types, with stacked experts; no torch.
 
-Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp. The drafter is no part of such a file: llama.cpp has
-it in one of its own, whose names differ from those of ds4.
+Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp. Such a file has no drafter: llama.cpp stores it in a
+separate file, whose names differ from those of ds4.
 """
 
 import re
@@ -68,7 +68,9 @@ IN_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 def gguf_name(spec: TensorSpec) -> str:
-    """llama.cpp's name of the tensor that holds one of the table, all experts of a layer and the scales included."""
+    """Return llama.cpp's name of the tensor that contains one of the table; experts are stacked, and scales
+    included.
+    """
     name = EXPERT.sub(".experts.", spec.matrix)
     match = IN_LAYER.fullmatch(name)
     return TOP[name] if match is None else f"blk.{match[1]}.{LAYER[match[2]]}"
@@ -76,25 +78,28 @@ def gguf_name(spec: TensorSpec) -> str:
 
 @dataclass(frozen=True)
 class GgufNaming:
-    """The tensors of a GGUF file. experts: of a layer. types: tensor type by name."""
+    """The naming of a GGUF file. experts: number per layer. types: tensor type by name."""
 
     experts: int
     types: Mapping[str, str]
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """The tensor, or the stacked one in which a matrix lies with its scales; without a type, that of the table."""
+        """Return the tensor, or the stacked one that contains the matrix with its scales.
+
+        The type is that of the table if the file's is unknown.
+        """
         name = gguf_name(spec)
         shape = self.shape(spec)
         begin = 0 if spec.expert is None else spec.expert * prod(shape[1:])
         return (Location(name, self.types.get(name, spec.dtype), shape, begin),)
 
     def shape(self, spec: TensorSpec) -> tuple[int, ...]:
-        """The shape of the stored tensor, in values; the rows of a scale are those of its weight."""
+        """Return the shape of the stored tensor in values; the rows of a scale are those of its weight."""
         matrix = (spec.shape[0], spec.columns) if spec.columns else spec.shape
         return matrix if spec.expert is None else (self.experts, *matrix)
 
     def begin(self, spec: TensorSpec) -> int:
-        """Bytes of the stored tensor before the first of this matrix."""
+        """Return the byte offset of this matrix in the stored tensor."""
         if spec.expert is None:
             return 0
         *_, rows, columns = self.shape(spec)
@@ -102,9 +107,9 @@ class GgufNaming:
 
 
 def written_types(specs: Iterable[TensorSpec]) -> dict[str, str]:
-    """The tensor type of each stored tensor for a table that is to be written.
+    """Return the GGUF type of each stored tensor when this table is written.
 
-    FP4 is MXFP4 in another order of nibbles; a matrix in fp32 is rounded to Q8_0; token ids take 32 bits.
+    FP4 becomes MXFP4 (another nibble order), a matrix in fp32 is rounded to Q8_0, token ids are stored in 32 bits.
     """
     return {gguf_name(spec): _written(spec) for spec in specs if not spec.is_scale}
 

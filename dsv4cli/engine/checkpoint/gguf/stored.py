@@ -1,4 +1,4 @@
-"""The tensors of GGUF files, read and decoded to the table of the official checkpoints; numpy, no torch."""
+"""Reads of GGUF tensors, decoded to the official tensor table; numpy, no torch."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from dsv4cli.errors import CheckpointError
 
 
 class GgufStoredModel(StoredModel):
-    """The tensors of GGUF files under their official names, as the table of the identity has them."""
+    """The tensors of GGUF files under official names, in the formats of the identity's table."""
 
     def __init__(self, identity: GgufIdentity) -> None:
         super().__init__(identity)
@@ -20,7 +20,7 @@ class GgufStoredModel(StoredModel):
         self._naming = identity.stored_naming
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:
-        """The rows of a tensor, decoded to the format of the table; as `StoredModel.read`."""
+        """Return rows of a tensor, decoded to the format of the table; arguments as in `StoredModel.read`."""
         info = self._info(self._naming.locations(spec)[0])
         if (spec.dtype == "I64") is not (info.dtype == "I32"):
             raise CheckpointError(f"{info.file}: {info.name} is {info.dtype}", look(self.identity.checkpoint.folder))
@@ -33,7 +33,7 @@ class GgufStoredModel(StoredModel):
 
 
 def _seen(spec: TensorSpec, kind: str, raw: Raw) -> Raw:
-    """Rows of a tensor in the format of the table."""
+    """Convert rows of a tensor to the format of the table."""
     if spec.form == "fp4":
         return mxfp4_scales(raw) if spec.is_scale else mxfp4_codes(raw)
     return raw.view(np.uint16) if spec.dtype == kind == "BF16" else values(kind, raw)

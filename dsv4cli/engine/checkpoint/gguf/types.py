@@ -1,4 +1,4 @@
-"""The tensor types of GGUF: their numbers, values in a block, bytes of a block; no torch.
+"""The tensor types of GGUF: number, values per block, bytes per block; no torch.
 
 Source: ggml.h (ggml_type) and ggml-common.h (the blocks).
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockType:
-    """A tensor type. number: in a file. values, nbytes: of a block, of which each row has a whole number."""
+    """A tensor type. number: its code in a file. values, nbytes: per block; every row is a whole number of blocks."""
 
     number: int
     values: int = 1
@@ -36,7 +36,7 @@ BITS = {name: kind.nbytes * 8 / kind.values for name, kind in TYPES.items()}
 
 
 def row_bytes(name: str, columns: int) -> int:
-    """Bytes of a row. The columns fill whole blocks."""
+    """Return the bytes of a row, whose columns must fill whole blocks."""
     kind = TYPES[name]
     assert columns % kind.values == 0, (name, columns)
     return columns // kind.values * kind.nbytes
