@@ -1,1 +1,1 @@
-"""What the values of a checkpoint say: statistics of every tensor, and what cannot be right; numpy, no torch."""
+"""Checks of a checkpoint's values: statistics of every tensor, and values that cannot be right; numpy, no torch."""

@@ -1,4 +1,4 @@
-"""The statistics of FP4 values from a table of four codes each, without decoding them."""
+"""Statistics of FP4 values from a lookup table of four codes at a time, without decoding them."""
 
 from functools import cache
 from typing import Any
@@ -20,10 +20,13 @@ MAGNITUDES, NONZERO, END = 13, 22, 32
 
 
 def of_codes(packed: Raw, scale: Raw, factors: Values, present: Raw) -> Statistics:
-    """The statistics of e2m1 codes times the factor of their group.
+    """Return the statistics of e2m1 codes multiplied by the factor of their group.
 
-    packed: uint8 [rows, columns / 2]. scale: uint8 [rows, groups] of 16 or 32 codes each. factors: fp32 [256], what
-    each byte of `scale` stands for: not negative, NaN for none. present: the bytes that occur in `scale`.
+    Args:
+        packed: uint8 [rows, columns / 2].
+        scale: uint8 [rows, groups], for groups of 16 or 32 codes.
+        factors: fp32 [256], the value of each byte of `scale`: not negative, NaN for an invalid byte.
+        present: the bytes that occur in `scale`.
     """
     scale, count = scale.reshape(-1), 2 * packed.size
     groups = np.ascontiguousarray(packed).view(np.uint64).reshape(scale.size, -1)
@@ -56,7 +59,7 @@ def of_codes(packed: Raw, scale: Raw, factors: Values, present: Raw) -> Statisti
 
 
 def _sums(groups: Words) -> NDArray[np.uint32]:
-    """The sums of the table's entries over each group."""
+    """Return the sum of the table's entries over each group."""
     entries = np.take(_table(), groups.view(np.uint16)).view(np.uint64)
     pairs = entries[:, 0] + entries[:, 1]
     for column in range(2, entries.shape[1]):
@@ -70,7 +73,7 @@ def _field(sums: NDArray[np.uint32], begin: int, end: int) -> Values:
 
 @cache
 def _table() -> NDArray[np.uint32]:
-    """What four codes add to the sums: for each 16-bit number that they make."""
+    """Return the contribution of four codes to the sums, indexed by their 16 bits."""
     codes = np.arange(1 << 16, dtype=np.uint32)
     table = np.zeros(1 << 16, np.uint32)
     halves = (2 * np.abs(np.array(E2M1_VALUES))).astype(np.uint32)
@@ -81,7 +84,10 @@ def _table() -> NDArray[np.uint32]:
 
 
 def _range(groups: Words, scale: Raw, factors: Values, present: Raw) -> tuple[float, float]:
-    """The smallest and the largest value: groups with large factors first, until no other can hold a larger one."""
+    """Return the smallest and the largest value.
+
+    Groups are read from the largest factor down, until no other group can contain a larger value.
+    """
     low, high = np.inf, -np.inf
     # in fp64: with the largest scales a value is no fp32 number
     codes = np.array(E2M1_VALUES)

@@ -1,4 +1,4 @@
-"""What cannot be right, or is suspicious, in measured values: each rule with its bound and the reason for it."""
+"""Rules for wrong or suspicious values, each with its bound and the reason for it."""
 
 import math
 import re
@@ -33,7 +33,7 @@ POSITION = re.compile(r"^(layers|mtp)\.\d+\.|(?<=experts\.)\d+\.")
 
 @dataclass(frozen=True, slots=True)
 class ValueFinding:
-    """One thing that is wrong with, or odd about, a tensor. check: a word for the rule; message: the sentence."""
+    """A wrong or suspicious property of a tensor. check: short name of the rule. message: the sentence."""
 
     tensor: str
     severity: Severity
@@ -43,10 +43,13 @@ class ValueFinding:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredMatrix:
-    """The numbers of one matrix, when all its rows are taken.
+    """The results for one matrix, after all its rows.
 
-    name: of the weight. kind: its matrix without the layer and the expert. columns: 0 where nothing is multiplied by
-    it. exponents: of its power-of-two scales, the smallest and the largest.
+    Attributes:
+        name: of the weight.
+        kind: name of the matrix without layer and expert.
+        columns: 0 for a tensor that is not an operand of a matrix product.
+        exponents: smallest and largest of its power-of-two scales.
     """
 
     name: str
@@ -59,7 +62,7 @@ class MeasuredMatrix:
 
 
 def judge(found: Measurement) -> MeasuredMatrix:
-    """Sums a measurement up, with what it tells about the tensor without a look at others."""
+    """Summarize a measurement, with the findings that need no comparison with other tensors."""
     weight, kind = found.weight, kind_of(found.weight.matrix)
     is_matrix = len(weight.shape) == 2 and weight.name.endswith(".weight") and kind not in LOOKED_UP
     columns = found.matrix.shape[1] if is_matrix else 0
@@ -75,12 +78,12 @@ def judge(found: Measurement) -> MeasuredMatrix:
 
 
 def kind_of(matrix: str) -> str:
-    """What the same matrix of every layer and expert is called: `ffn.experts.w1`."""
+    """Return the name shared by the same matrix of every layer and expert, as in `ffn.experts.w1`."""
     return POSITION.sub("", matrix).removesuffix(".weight")
 
 
 def compare(found: Collection[MeasuredMatrix]) -> Iterator[ValueFinding]:
-    """What a look at the same matrix of the other layers tells."""
+    """Yield the findings from comparing a matrix with the same matrix of other layers."""
     kinds: dict[str, list[MeasuredMatrix]] = defaultdict(list)
     for item in found:
         if item.columns and item.statistics.finite:
@@ -112,7 +115,7 @@ def _odd(item: MeasuredMatrix, rms: float, zeros: float) -> Iterator[ValueFindin
 
 
 def _numbers(found: Measurement) -> Iterator[ValueFinding]:
-    """Values that are no numbers, that are all the same, or that were BF16 once."""
+    """Yield findings on values that are NaN or infinite, all equal, or were rounded to BF16."""
     name, statistics = found.weight.name, found.statistics
     if found.codes["nan"]:
         fnuz = "" if found.codes["-0"] else ", and no -0: they may be codes of the FNUZ variant"
@@ -171,7 +174,7 @@ def _scales(found: Measurement) -> Iterator[ValueFinding]:
 
 
 def _scale_numbers(found: Measurement, name: str) -> Iterator[ValueFinding]:
-    """Of fp32 block scales."""
+    """Yield findings on fp32 block scales."""
     numbers = found.scale_numbers
     if numbers.wrong:
         yield ValueFinding(name, "wrong", "scale", f"{name} has {_times(numbers.wrong, 'a number that is no scale')}")

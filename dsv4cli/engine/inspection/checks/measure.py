@@ -1,4 +1,4 @@
-"""What the rows of one matrix hold: statistics, and what only its bytes tell; numpy, no torch."""
+"""Measurement of one matrix by rows: statistics, and properties of its bytes; numpy, no torch."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -30,7 +30,7 @@ NUMBER_ROLES: tuple[Role, ...] = ("weight_scale_2", "input_scale")
 
 @dataclass(frozen=True)
 class ScaleCodes:
-    """Which bytes of a scale format stand for no number, for zero (e8m0: for nearly zero) and for one."""
+    """The bytes of a scale format that mean NaN, zero (for e8m0: nearly zero) and one."""
 
     nan: tuple[int, ...]
     zero: tuple[int, ...]
@@ -45,14 +45,14 @@ SCALE_CODES = {
 
 @dataclass
 class ScaleNumbers:
-    """Block scales that are numbers: how many, how many of them are none (not above 0, or not finite), how many 1."""
+    """Counts of fp32 block scales: all, invalid ones (not above 0, or not finite), and those equal to 1."""
 
     count: int = 0
     wrong: int = 0
     ones: int = 0
 
     def add(self, scale: Raw) -> None:
-        """Takes in fp32 scales."""
+        """Add fp32 scales."""
         self.count += scale.size
         self.wrong += int(np.count_nonzero(~((scale > 0) & (scale < np.inf))))
         self.ones += int(np.count_nonzero(scale == 1))
@@ -60,14 +60,14 @@ class ScaleNumbers:
 
 @dataclass
 class BadRows:
-    """Rows of a table that are wrong in one way: how many, and the first with its number."""
+    """Rows of a table that are wrong in one way: their count, and the number and content of the first."""
 
     count: int = 0
     row: int = 0
     ids: tuple[int, ...] = ()
 
     def add(self, first: int, ids: Raw, wrong: Any) -> None:
-        """Takes in the rows of `ids`, the first of which is number `first`, that are wrong."""
+        """Add the rows of `ids` that are wrong; `first` is the number of the first row in `ids`."""
         rows = np.flatnonzero(wrong)
         if rows.size and not self.count:
             self.row, self.ids = first + int(rows[0]), tuple(ids[rows[0]].tolist())
@@ -75,13 +75,16 @@ class BadRows:
 
 
 class Measurement:
-    """What was found in the rows taken so far.
+    """The measurements of the rows read so far.
 
-    scale: how often each byte occurs among the block scales; scale_numbers: where these are no bytes. hidden: scales of
-    zero over codes that are not. codes: of FP8, how often those of NaN occur, and until the first -0 those of both
-    zeros and of the smallest number. distinct: values of a tensor that is F32 in the official layout, ENOUGH of them;
-    narrow: whether all are BF16 numbers.
-    outside, twice: rows of a table of experts with a number that is no expert's, or with one twice.
+    Attributes:
+        scale: count of each byte among the block scales.
+        scale_numbers: counts for fp32 block scales.
+        hidden: number of zero scales of blocks with nonzero codes.
+        codes: for FP8, counts of the NaN codes and, until the first -0, of both zeros and of the smallest number.
+        distinct: up to ENOUGH values of a tensor that is F32 in the official layout.
+        narrow: whether all of these are BF16 numbers.
+        outside, twice: rows of an expert lookup table with an invalid expert, or with a duplicate.
     """
 
     def __init__(self, matrix: MatrixReader, experts: int) -> None:
@@ -100,16 +103,16 @@ class Measurement:
 
     @property
     def block_scale(self) -> TensorSpec | None:
-        """The scale that has a byte, or a number, for each block."""
+        """The scale tensor with a byte, or a number, per block."""
         return next((self.matrix.parts[role] for role in BLOCK_ROLES if role in self.matrix.parts), None)
 
     @property
     def is_kept_wide(self) -> bool:
-        """Whether the official layout has the tensor in F32: no weight matrix is."""
+        """Whether the tensor is F32 in the official layout; weight matrices never are."""
         return self.weight.dtype == "F32" and not self.weight.name.endswith(".weight")
 
     def take(self, rows: slice, raw: Mapping[Role, Raw]) -> None:
-        """Takes in some rows, as `StoredMatrix.read` gives them; the arrays are lost."""
+        """Add rows as returned by `MatrixReader.read`; the arrays are overwritten."""
         form = self.matrix.form
         if form == "i64":
             self._take_table(rows.start, raw["weight"])
@@ -137,7 +140,7 @@ class Measurement:
         return np.abs(e4m3_values()) * np.float32(abs(self.numbers["weight_scale_2"]))
 
     def _take_scale(self, scale: Raw, weight: Raw) -> Raw:
-        """Returns the bytes that occur."""
+        """Add scales and return the bytes that occur."""
         counts = np.bincount(scale.reshape(-1), minlength=256)
         self.scale += counts
         assert self.block_scale is not None
@@ -172,7 +175,7 @@ class Measurement:
 
 
 def whole_rows(matrix: MatrixReader) -> Iterator[slice]:
-    """All rows, in chunks that begin at multiples of 128, as FP8 scales need them."""
+    """Yield all rows, in chunks that start at multiples of 128, as FP8 scales require."""
     rows, columns = matrix.shape
     values = CHUNK.get(matrix.form, DECODED_CHUNK)
     step = max(values // (FP8_BLOCK * max(columns, 1)), 1) * FP8_BLOCK
@@ -181,7 +184,7 @@ def whole_rows(matrix: MatrixReader) -> Iterator[slice]:
 
 
 def sample_rows(matrix: MatrixReader) -> Iterator[slice]:
-    """The first, middle and last rows; all rows of what is small."""
+    """Yield the first, middle and last rows, or all rows of a small matrix."""
     rows, columns = matrix.shape
     step = max(SAMPLE // (FP8_BLOCK * max(columns, 1)), 1) * FP8_BLOCK
     if matrix.form == "i64" or rows <= 3 * step:

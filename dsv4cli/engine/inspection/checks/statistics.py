@@ -1,4 +1,4 @@
-"""Count, range, mean magnitude and RMS of values; sums of parts add up to those of the whole."""
+"""Mergeable statistics of values: count, range, mean magnitude and RMS."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ROW = 4096
 
 @dataclass(slots=True)
 class Statistics:
-    """Of `count` values; the others describe the finite ones. total: the sum of magnitudes; squares: of squares."""
+    """Statistics of `count` values; all others cover the finite values. total: sum of |x|. squares: sum of x²."""
 
     count: int = 0
     not_finite: int = 0
@@ -27,31 +27,31 @@ class Statistics:
 
     @property
     def finite(self) -> int:
-        """How many values are neither NaN nor infinite."""
+        """Number of finite values."""
         return self.count - self.not_finite
 
     @property
     def mean_magnitude(self) -> float:
-        """The mean of |x|."""
+        """Mean of |x|."""
         return self.total / self.finite if self.finite else 0.0
 
     @property
     def rms(self) -> float:
-        """The root of the mean of x²."""
+        """Root mean square."""
         return math.sqrt(self.squares / self.finite) if self.finite else 0.0
 
     @property
     def largest(self) -> float:
-        """The largest |x|."""
+        """Largest |x|."""
         return max(-self.low, self.high) if self.finite else 0.0
 
     @property
     def is_constant(self) -> bool:
-        """Whether several values are there and all are the same."""
+        """Whether there are several values and all are equal."""
         return self.count > 1 and not self.not_finite and self.low == self.high
 
     def add(self, other: "Statistics") -> None:
-        """Takes in the statistics of further values."""
+        """Merge the statistics of further values."""
         self.count += other.count
         self.not_finite += other.not_finite
         self.zeros += other.zeros
@@ -62,7 +62,7 @@ class Statistics:
 
 
 def of_values(values: Values) -> Statistics:
-    """The statistics of fp32 values of any shape, which are lost: the array becomes their magnitudes."""
+    """Return the statistics of fp32 values of any shape; the array is overwritten with their magnitudes."""
     flat = values.reshape(-1)
     if not flat.size:
         return Statistics()
@@ -81,7 +81,7 @@ def of_values(values: Values) -> Statistics:
 
 
 def dot(left: Values, right: Values) -> float:
-    """The sum of products of two vectors of fp32."""
+    """Return the dot product of two fp32 vectors."""
     whole = left.size // ROW * ROW
     rows = left[:whole].reshape(-1, 1, ROW) @ right[:whole].reshape(-1, ROW, 1)
     return float(rows.sum(dtype=np.float64)) + float(left[whole:] @ right[whole:])

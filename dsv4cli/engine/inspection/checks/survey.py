@@ -1,4 +1,4 @@
-"""Reading the values of a checkpoint, in threads and a few rows at a time, and what they say; numpy, no torch."""
+"""Survey of a checkpoint's values, in threads and a few rows at a time; numpy, no torch."""
 
 import os
 import time
@@ -26,7 +26,10 @@ STEP = 1 << 24
 
 @dataclass(frozen=True)
 class Family:
-    """The statistics of all tensors of a family. exponents: of the power-of-two scales. largest_in: the tensor."""
+    """Statistics of all tensors of a family.
+
+    exponents: of the power-of-two scales. largest_in: the tensor with the largest value.
+    """
 
     name: str
     statistics: Statistics
@@ -36,9 +39,10 @@ class Family:
 
 @dataclass(frozen=True)
 class ValueReport:
-    """What the values say. tensors: that were read, without scales; absent: that are not there.
+    """The result of a survey.
 
-    nbytes: read, of nbytes_all in the files. findings: wrong ones first.
+    tensors: number read, without scales. absent: number of missing tensors. nbytes: bytes read, of nbytes_all in the
+    files. findings: errors first.
     """
 
     depth: Depth
@@ -52,14 +56,14 @@ class ValueReport:
 
     @property
     def wrong(self) -> int:
-        """How many findings say that the values are wrong."""
+        """Number of findings that report wrong values."""
         return sum(finding.severity == "wrong" for finding in self.findings)
 
 
 def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> ValueReport:
-    """Reads every tensor, or three samples of each, and judges them; one that cannot be read is a finding.
+    """Read every tensor, or three samples of each, and judge the values; an unreadable tensor is a finding.
 
-    progress is given bytes read and bytes to read. A tensor that is not there is not looked at: see coverage.
+    progress: called with bytes read and total bytes. Missing tensors are skipped: `coverage` reports them.
     """
     start = time.monotonic()
     with open_stored(identity) as model:
@@ -81,7 +85,7 @@ def check_values(identity: FolderIdentity, depth: Depth, progress: Progress) -> 
 
 
 class _Survey:
-    """The work that the threads share."""
+    """The state that the threads share."""
 
     def __init__(self, matrices: list[MatrixReader], depth: Depth, experts: int, progress: Progress) -> None:
         self.rows, self.experts, self.progress = ROWS[depth], experts, progress
@@ -94,7 +98,7 @@ class _Survey:
         self._lock = Lock()
 
     def carry_out(self) -> list[MeasuredMatrix]:
-        """Measures every matrix; in the order of the table."""
+        """Measure every matrix; the results are in the order of the table."""
         workers = os.cpu_count() or 1
         pool = ThreadPoolExecutor(workers)
         try:
@@ -138,14 +142,14 @@ class _Survey:
 
 
 def _offset(matrix: MatrixReader) -> tuple[str, int]:
-    """Where its weight begins on the disk."""
+    """Return the file and offset of the weight, as a sort key."""
     model = matrix.model
     info = model.identity.checkpoint.tensors[model.identity.naming.locations(matrix.parts["weight"])[0].name]
     return str(info.file), info.begin
 
 
 def _share(matrix: MatrixReader, rows: Callable[[MatrixReader], Iterator[slice]]) -> int:
-    """The bytes of these rows."""
+    """Return the bytes of the rows to read."""
     count = sum(part.stop - part.start for part in rows(matrix))
     return matrix.nbytes * count // max(matrix.shape[0], 1)
 
@@ -165,7 +169,7 @@ def _families(found: list[MeasuredMatrix]) -> Iterator[Family]:
 
 
 def value_section(report: ValueReport) -> dict[str, Any]:
-    """The section `values` of the document."""
+    """Return the section `values` of the document."""
     return {
         "depth": report.depth,
         "sound": not report.wrong,
@@ -190,7 +194,7 @@ def _family_section(family: Family) -> dict[str, Any]:
 
 
 def statistics_section(statistics: Statistics) -> dict[str, Any]:
-    """Statistics as JSON takes them: no infinities where there is no finite value."""
+    """Return statistics for JSON, without infinities if there is no finite value."""
     some = statistics.finite and statistics.low <= statistics.high
     return {
         "count": statistics.count,

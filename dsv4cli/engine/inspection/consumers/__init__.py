@@ -1,1 +1,1 @@
-"""Would another program load this folder: one file a program, a rule for each thing that it reads."""
+"""Whether other programs load a folder: a module per program, with a rule for each thing that it reads."""

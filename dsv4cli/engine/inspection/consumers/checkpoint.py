@@ -1,4 +1,4 @@
-"""What the rules of every consumer look at: the identity of a folder, its configuration, what is wrong, its files."""
+"""The input of all consumer rules: a folder's identity, configuration, damage and files."""
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,9 +22,9 @@ CONFIG, INFERENCE, TOKENIZER = "config.json", "inference/config.json", "tokenize
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a rule found: a reason against, one that leaves it open, or only something to know.
+    """The finding of a rule: a reason against loading, an open question, or a note.
 
-    fix: what removes the reason, where that is less than a conversion.
+    fix: what removes the reason, if that takes less than a conversion.
     """
 
     kind: Literal["no", "not known", "note"]
@@ -34,11 +34,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class InspectedCheckpoint:
-    """A folder as the rules see it.
+    """A folder as seen by the rules.
 
-    name: what other programs call it, a path or a repository; revision: of that, '' for the usual one. config: of the
-    root config.json, empty where there is none. inference: of inference/config.json. files: paths below the folder.
-    index_metadata: whether the index has the key that transformers reads, true without an index.
+    Attributes:
+        name: the path or repository that other programs are given.
+        revision: of the repository, '' for the default.
+        config: content of the root config.json, empty if there is none.
+        inference: content of inference/config.json.
+        files: paths relative to the folder.
+        index_metadata: whether the index has the key that transformers reads; true without an index.
     """
 
     name: str
@@ -52,32 +56,32 @@ class InspectedCheckpoint:
 
     @property
     def formats(self) -> Formats:
-        """How the matrices are stored."""
+        """Storage formats of the matrices."""
         return self.identity.formats
 
     @property
     def quantised(self) -> bool:
-        """Whether any matrix is."""
+        """Whether any matrix is quantized."""
         return any(map(is_quantised, (self.formats.linear, self.formats.output, self.formats.experts)))
 
     @cached_property
     def quantization(self) -> Mapping[str, Any] | None:
-        """The quantization_config, None where there is none."""
+        """The quantization_config, None if there is none."""
         values = self.config.get("quantization_config")
         return values if isinstance(values, Mapping) else None
 
     def quantization_says(self, key: str) -> Any:
-        """A value of the quantization_config."""
+        """Return a value of the quantization_config."""
         return (self.quantization or {}).get(key)
 
     @property
     def spares_layers(self) -> bool:
-        """Whether the quantization_config names matrices that are not quantised."""
+        """Whether the quantization_config lists matrices that are not quantized."""
         return any(self.quantization_says(key) for key in ("ignored_layers", "modules_to_not_convert"))
 
     @property
     def ranks(self) -> int:
-        """For how many processes the files are cut, 0 where they are whole."""
+        """Number of ranks that the files are sharded for, 0 for unsharded files."""
         naming = self.identity.naming
         return naming.ranks if isinstance(naming, MpNaming) else 0
 
@@ -88,17 +92,17 @@ class InspectedCheckpoint:
 
     @cached_property
     def damage(self) -> list[str]:
-        """Sentences about tensors of the main model that are not there, or not as they should be."""
+        """Sentences on tensors of the main model that are missing or not as they should be."""
         return list(_damage(self.coverage, drafter=False))
 
     @cached_property
     def drafter_damage(self) -> list[str]:
-        """The same about the drafter."""
+        """Sentences on tensors of the drafter that are missing or not as they should be."""
         return list(_damage(self.coverage, drafter=True))
 
     @cached_property
     def downcast(self) -> list[Difference]:
-        """Plain tensors stored in another floating-point dtype than the release has."""
+        """Unquantized tensors whose floating-point dtype differs from the release's."""
         return [item for item in self.coverage.mistyped if {item.found, item.expected} <= FLOATS]
 
     @property
@@ -113,7 +117,7 @@ Rule = Callable[[InspectedCheckpoint], Iterable[Finding]]
 def look_at(
     identity: FolderIdentity, coverage: Coverage, name: str, revision: str, folder: Path, files: Collection[str]
 ) -> InspectedCheckpoint:
-    """What is known of a recognised checkpoint, whose configuration lies in `folder` and which has `files`."""
+    """Return the rules' view of an identified checkpoint, with its configuration in `folder` and its `files`."""
     return InspectedCheckpoint(
         name=name,
         identity=identity,
@@ -127,7 +131,7 @@ def look_at(
 
 
 def read_object(path: Path) -> Mapping[str, Any]:
-    """A JSON object of a file; empty where there is none."""
+    """Return the JSON object in a file; empty if there is none."""
     try:
         values = json.loads(read_bytes(path).decode())
     except (CheckpointError, OSError, ValueError, RecursionError):
@@ -136,13 +140,13 @@ def read_object(path: Path) -> Mapping[str, Any]:
 
 
 def listed(folder: Path) -> list[str]:
-    """The files of a folder that a consumer may look for, by their paths below it."""
+    """Return the files of a folder that a consumer may read, as relative paths."""
     paths = (*folder.glob("*"), *folder.glob("inference/*"))
     return [path.relative_to(folder).as_posix() for path in paths if path.is_file()]
 
 
 def is_drafter(name: str) -> bool:
-    """Whether a stored tensor belongs to the drafter."""
+    """Return whether a stored tensor belongs to the drafter."""
     return name.rpartition("/")[2].startswith("mtp.")
 
 
@@ -158,6 +162,6 @@ def _damage(coverage: Coverage, *, drafter: bool) -> Iterator[str]:
 
 
 def and_more(sentences: list[str]) -> str:
-    """The first sentence and how many others there are."""
+    """Return the first sentence and the number of others."""
     count = len(sentences) - 1
     return sentences[0] + ("" if not count else " (and 1 more)" if count == 1 else f" (and {count:,} more)")

@@ -1,4 +1,4 @@
-"""Rules that hold for several consumers: damage, files that must be there, names; each says for whom it speaks."""
+"""Rules shared by several consumers: damage, required files, names."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ RELEASED = "copy config.json of the release into the folder"
 
 
 def damage(consequence: str) -> Rule:
-    """Tensors missing or unlike the table. consequence: what the consumer does about them."""
+    """Return a rule on tensors that are missing or mismatched. consequence: how the consumer reacts to them."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         missing = checkpoint.identity.checkpoint.missing_files
@@ -41,7 +41,7 @@ def damage(consequence: str) -> Rule:
 
 
 def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
-    """Tensors that are not the model's. reaction: what the consumer does about them."""
+    """Return a rule on tensors that the model does not have. reaction: how the consumer reacts to them."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         names = [f"{name} is not a tensor of this model" for name in checkpoint.coverage.unexpected]
@@ -52,7 +52,7 @@ def unknown_tensors(reaction: str, *, fatal: bool) -> Rule:
 
 
 def wide_scales(consumer: str) -> Rule:
-    """FP8 with F32 block scales, which no release for inference has."""
+    """Return a rule on FP8 with F32 block scales, which no release for inference has."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if "fp8_f32" in {checkpoint.formats.linear, checkpoint.formats.output, checkpoint.formats.experts}:
@@ -62,14 +62,14 @@ def wide_scales(consumer: str) -> Rule:
 
 
 def index(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """vLLM, SGLang and transformers read whole files, so they find what the index has wrong."""
+    """Report index errors: vLLM, SGLang and transformers read whole files and therefore run into them."""
     problems = list(checkpoint.coverage.index_problems)
     if problems:
         yield Finding("note", f"{and_more(problems)}; it reads whole files and finds it nevertheless")
 
 
 def root_config(*, architecture: bool) -> Rule:
-    """The root config.json and the two keys that choose the model's class."""
+    """Return a rule on the root config.json and the two keys that select the model class."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if CONFIG not in checkpoint.files:
@@ -88,7 +88,7 @@ def root_config(*, architecture: bool) -> Rule:
 
 
 def tokenizer(*, fatal: bool) -> Rule:
-    """The tokenizer, without which no prompt can be encoded."""
+    """Return a rule on the tokenizer, without which no prompt can be encoded."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if TOKENIZER not in checkpoint.files:
@@ -99,7 +99,9 @@ def tokenizer(*, fatal: bool) -> Rule:
 
 
 def official_names(reaction: str) -> Rule:
-    """Official names in whole tensors. reaction: what the consumer does about other names."""
+    """Return a rule that requires official names and unsharded tensors. reaction: how the consumer reacts to other
+    names.
+    """
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if checkpoint.ranks:
@@ -111,7 +113,7 @@ def official_names(reaction: str) -> Rule:
 
 
 def fp8_config(consumer: str) -> Rule:
-    """The quantization_config as vLLM and SGLang read it, in which 'fp8' stands for FP4 experts too."""
+    """Return a rule on the quantization_config for vLLM and SGLang, in which 'fp8' covers FP4 experts too."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         found = checkpoint.quantization

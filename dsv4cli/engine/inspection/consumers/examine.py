@@ -1,4 +1,4 @@
-"""From an inspection to a verdict; no header is read again."""
+"""From an inspection to a verdict, without reading headers again."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -23,10 +23,11 @@ PACKED_READERS: tuple[Consumer, ...] = (*GGUF_READERS, "official")
 def judge(
     result: Inspection, consumer: Consumer, *, folder: Path | None = None, files: Collection[str] | None = None
 ) -> ConsumerVerdict:
-    """Whether a consumer would load an inspected folder or repository, even one that nobody can name.
+    """Return whether a consumer would load an inspected folder or repository, even an unidentified one.
 
-    folder, files: where the configuration of a repository lies on this machine, and all that the repository has.
-    Raises UsageError for what no other program could load: a single file, random weights.
+    folder: the local folder with a repository's configuration. files: all files of the repository. Raises UsageError
+    for
+    what no other program could load: a single file, random weights.
     """
     if not isinstance(result.source, FolderSource | RemoteSource):
         raise UsageError(f"{result.source.name} is not a whole checkpoint", "name a folder or a repository")
@@ -40,14 +41,14 @@ def judge(
 
 
 def _known(identity: FolderIdentity) -> tuple[Consumer, ...]:
-    """Of whom it is known what they do with a layout."""
+    """Return the consumers whose behavior with a layout is known."""
     if isinstance(identity, GgufIdentity):
         return GGUF_READERS
     return PACKED_READERS if identity.layout == "compressed-tensors" else CONSUMERS
 
 
 def subject_of(result: Inspection, folder: Path | None, files: Collection[str] | None) -> InspectedCheckpoint | None:
-    """What the rules look at, None for what is not recognised; arguments as for `judge`."""
+    """Return the input of the rules, None for an unidentified model; arguments as in `judge`."""
     identity, source = result.identity, result.source
     if not isinstance(identity, FolderIdentity) or result.coverage is None:
         return None

@@ -1,6 +1,6 @@
-"""What llama.cpp and ds4 load: GGUF files, and what those must say.
+"""What llama.cpp and ds4 load: GGUF files with the required metadata.
 
-llama.cpp: src/models/deepseek4.cpp, src/llama-model-loader.cpp and src/llama-vocab.cpp, and tried with nano. ds4: ds4.c
+llama.cpp: src/models/deepseek4.cpp, src/llama-model-loader.cpp and src/llama-vocab.cpp, tested with nano. ds4: ds4.c
 (config_validate_deepseek4_model, weights_validate_layout).
 """
 
@@ -41,7 +41,7 @@ DS4_TYPES: Mapping[str, str] = {
 
 
 def is_gguf(consumer: str, fix: str = "") -> Rule:
-    """Both read nothing else."""
+    """Return a rule that requires GGUF files, the only format that both programs read."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if not isinstance(checkpoint.identity, GgufIdentity):
@@ -51,7 +51,7 @@ def is_gguf(consumer: str, fix: str = "") -> Rule:
 
 
 def vocabulary(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """llama-vocab.cpp, load: the tokens are in the file, and a name says how text is cut before it is merged."""
+    """Check the tokens and the name of the pre-tokenizer in the file (llama-vocab.cpp, load)."""
     identity = checkpoint.identity
     if not isinstance(identity, GgufIdentity):
         return
@@ -66,20 +66,20 @@ def vocabulary(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def dimensions(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """ds4.c, ds4_select_shape_from_metadata: the shapes of Flash and Pro are built in."""
+    """Check the dimensions: ds4 has those of Flash and Pro built in (ds4.c, ds4_select_shape_from_metadata)."""
     if checkpoint.identity.size not in ("flash", "pro"):
         yield Finding("no", "ds4 has the dimensions of Flash and Pro only", DS4_FIX)
 
 
 def keys(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """ds4.c, required_u32: what llama.cpp derives, ds4 asks for."""
+    """Check the metadata keys that ds4 requires and llama.cpp derives (ds4.c, required_u32)."""
     identity, key = checkpoint.identity, f"{ARCHITECTURE}.vocab_size"
     if isinstance(identity, GgufIdentity) and key not in identity.metadata:
         yield Finding("no", f"there is no {key}", DS4_FIX)
 
 
 def types(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """ds4.c, tensor_expect_layout: each tensor in the type that its kernel takes."""
+    """Check that each tensor has the type of its kernel (ds4.c, tensor_expect_layout)."""
     identity = checkpoint.identity
     if not isinstance(identity, GgufIdentity):
         return

@@ -1,7 +1,7 @@
-"""What transformers 5.23.0 loads; every rule was tried with it (CPU, and as on a GPU with FP8).
+"""What transformers 5.23.0 loads; every rule was tested with it (on a CPU, and as on a GPU with FP8).
 
-DeepseekV4ForCausalLM renames official names by itself (conversion_mapping.py) and takes its own. On a GPU with FP8
-quantised matrices stay as they are; elsewhere they become bf16 as they load (quantizer_finegrained_fp8.py).
+DeepseekV4ForCausalLM renames official names itself (conversion_mapping.py) and accepts its own. On a GPU with FP8,
+quantized matrices stay quantized; elsewhere they are loaded as bf16 (quantizer_finegrained_fp8.py).
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,15 @@ SINGLE_FILE = "model.safetensors"
 
 
 def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """configuration_deepseek_v4.py, __post_init__: without either key the layers get another schedule."""
+    """Check the ratio keys: without them the layers get another schedule (configuration_deepseek_v4.py,
+    __post_init__).
+    """
     if not {"compress_ratios", "layer_types"} & checkpoint.config.keys():
         yield Finding("no", "config.json has neither compress_ratios nor layer_types")
 
 
 def files(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """modeling_utils.py, _get_resolved_checkpoint_files; utils/hub.py, get_checkpoint_shard_files."""
+    """Check the files (modeling_utils.py, _get_resolved_checkpoint_files; utils/hub.py, get_checkpoint_shard_files)."""
     names = [path.name for path in checkpoint.identity.checkpoint.files]
     if checkpoint.ranks:
         yield Finding("no", f"the files are cut for the official scripts on {checkpoint.ranks} GPUs")
@@ -33,7 +35,7 @@ def files(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def quantization(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """quantizers/auto.py: by quant_method; a FineGrainedFP8Config."""
+    """Check the quant_method, which selects the class (quantizers/auto.py); it must be a FineGrainedFP8Config."""
     found = checkpoint.quantization
     if checkpoint.quantised and found is None:
         yield Finding("no", "config.json has no quantization_config and the weights are quantised", common.RELEASED)
@@ -46,7 +48,7 @@ def quantization(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """FineGrainedFP8Config.expert_dtype: of quantization_config, else of the top level, else fp8."""
+    """Check FineGrainedFP8Config.expert_dtype: from quantization_config, else from the top level, else fp8."""
     form = checkpoint.formats.experts
     if form == "nvfp4":
         yield Finding("no", "the experts are NVFP4, which it does not read for this model")
@@ -67,7 +69,7 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """integrations/finegrained_fp8.py, replace_with_fp8_linear: spares what ignored_layers names."""
+    """Check the linears: ignored_layers are not replaced (integrations/finegrained_fp8.py, replace_with_fp8_linear)."""
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
     stored = {checkpoint.formats.linear, checkpoint.formats.output}
@@ -79,13 +81,13 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def names(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """Its own names are known in bf16 and fp32; how it would name scales of its own is another layout."""
+    """Report that transformers' names are untested with quantized weights; they work in bf16 and fp32."""
     if checkpoint.has_transformers_names and checkpoint.quantised:
         yield Finding("not known", "transformers' names with quantised weights have not been tried")
 
 
 def needs(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """What else it takes, and what it leaves out (modeling_deepseek_v4.py, _keys_to_ignore_on_load_unexpected)."""
+    """Report other requirements and ignored tensors (modeling_deepseek_v4.py, _keys_to_ignore_on_load_unexpected)."""
     if checkpoint.quantised:
         yield Finding("note", "FP8 needs the package accelerate, and on a GPU the package kernels and the hub")
         yield Finding("note", "without an FP8 GPU every matrix becomes bf16: two bytes a parameter")

@@ -1,4 +1,4 @@
-"""Whether a program would load a folder: the verdict, its reasons, and the command that comes next; no torch."""
+"""Whether a program would load a folder: the verdict, its reasons and the next command; no torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -69,10 +69,15 @@ TARGETS: Mapping[Consumer, str] = {
 
 @dataclass(frozen=True)
 class ConsumerVerdict:
-    """version: of the consumer, which the facts are about. loads: None where it is not known.
+    """The verdict on a folder for one consumer.
 
-    reasons: why not, or why that is not known. notes: what else to know. command: what starts the consumer with the
-    model, '' where it would not load it. remedy: what to do about the reasons, '' where there are none.
+    Attributes:
+        version: of the consumer, to which the facts apply.
+        loads: None if unknown.
+        reasons: why it does not load, or why that is unknown.
+        notes: further notes.
+        command: the command that starts the consumer with the model, '' if it would not load it.
+        remedy: what to do about the reasons, '' if there are none.
     """
 
     consumer: Consumer
@@ -85,7 +90,7 @@ class ConsumerVerdict:
 
 
 def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Error | None = None) -> ConsumerVerdict:
-    """What the rules of a consumer say; of dsv4 first what `problem`, the complaint of its own loader, says."""
+    """Apply the rules of a consumer. For dsv4, `problem`, the error of its own loader, comes first."""
     if consumer == "dsv4" and problem is not None:
         return _own(problem)
     findings = [finding for rule in RULES[consumer] for finding in rule(checkpoint)]
@@ -100,7 +105,7 @@ def verdict(checkpoint: InspectedCheckpoint, consumer: Consumer, problem: Dsv4Er
 
 
 def refused(name: str, consumer: Consumer, problem: Dsv4Error) -> ConsumerVerdict:
-    """The verdict on what dsv4 cannot even identify: a damaged folder loads nowhere, a foreign model perhaps."""
+    """Return the verdict on a folder that dsv4 cannot identify: a damaged one loads nowhere, a foreign one perhaps."""
     if consumer == "dsv4":
         return _own(problem)
     if isinstance(problem, CheckpointError) and not isinstance(problem, UnknownKey):
@@ -114,7 +119,7 @@ def _own(problem: Dsv4Error) -> ConsumerVerdict:
 
 
 def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: list[Finding]) -> str:
-    """To download again what is damaged, else to repair what is small, else to convert what can be converted."""
+    """Return the remedy: download damaged files again, else apply a small repair, else convert if possible."""
     problem, missing = checkpoint.coverage.problem(), checkpoint.identity.checkpoint.missing_files
     if missing:
         return download_again(Path(checkpoint.name), missing[0])
@@ -128,15 +133,17 @@ def _next_step(checkpoint: InspectedCheckpoint, consumer: Consumer, reasons: lis
 
 
 def _ranks(checkpoint: InspectedCheckpoint) -> int:
-    """The most GPUs of one machine that the official scripts can cut the model for."""
+    """Return the largest number of GPUs in one machine for which the official scripts can shard the model."""
     config = checkpoint.identity.config
     counts = (config.o_groups, config.num_attention_heads, config.n_routed_experts, config.vocab_size)
     return next(ranks for ranks in (8, 4, 2, 1) if not any(count % ranks for count in counts))
 
 
 def start_command(consumer: Consumer, name: str, ranks: int = 0, revision: str = "") -> str:
-    """The command that starts a consumer with a model. ranks: GPUs; 0 leaves it to the consumer. revision: of a
-    repository, '' for the usual one."""
+    """Return the command that starts a consumer with a model.
+
+    ranks: number of GPUs, 0 for the consumer's default. revision: of a repository, '' for the default.
+    """
     gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
     if revision and consumer in ("vllm", "sglang"):
         return STARTS[consumer].format(model=shell_word(name)) + f"{gpus} --revision {shell_word(revision)}"
@@ -148,5 +155,5 @@ def _revised(name: str, revision: str) -> str:
 
 
 def verdict_document(model: str, found: ConsumerVerdict) -> dict[str, Any]:
-    """The verdict as one JSON document of schema SCHEMA; `loads` is null where it is not known."""
+    """Return the verdict as a JSON document of schema SCHEMA; `loads` is null if unknown."""
     return {"schema": SCHEMA, "model": model} | asdict(found)

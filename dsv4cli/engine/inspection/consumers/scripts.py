@@ -1,7 +1,7 @@
 """What the official inference scripts load: generate.py and model.py of the releases.
 
-generate.py reads model{rank}-mp{world}.safetensors with strict=False, the tokenizer beside it, and ModelArgs from the
-file that --config names.
+generate.py reads model{rank}-mp{world}.safetensors with strict=False, the tokenizer in the same folder, and ModelArgs
+from the file that --config names.
 """
 
 from collections.abc import Iterator
@@ -27,13 +27,13 @@ ARGUMENTS = {
 
 
 def cut(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """generate.py, load_model: one file for each process."""
+    """Check that there is one file per process (generate.py, load_model)."""
     if not checkpoint.ranks:
         yield Finding("no", "the scripts read files cut for the number of GPUs, model0-mp4.safetensors for instance")
 
 
 def arguments(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """generate.py, --config; model.py, ModelArgs and Linear: the dtypes choose the parameters."""
+    """Check --config: its dtypes select the parameters (generate.py; model.py, ModelArgs and Linear)."""
     if not checkpoint.ranks:
         return
     if INFERENCE not in checkpoint.files:
@@ -56,13 +56,13 @@ def arguments(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def output_projection(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """model.py, Attention: wo_a is a bf16 parameter, which convert.py widens."""
+    """Check wo_a, a bf16 parameter, to which convert.py dequantizes it (model.py, Attention)."""
     if checkpoint.ranks and checkpoint.formats.output != "bf16":
         yield Finding("no", f"wo_a is {checkpoint.formats.output.upper()} and model.py has it in bf16")
 
 
 def processes(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """generate.py, WORLD_SIZE."""
+    """Check the number of processes (generate.py, WORLD_SIZE)."""
     if checkpoint.ranks:
         yield Finding("note", f"it runs on {checkpoint.ranks} GPUs, no more and no fewer")
 

@@ -1,6 +1,6 @@
-"""What SGLang 0.5.23 loads, read in its source: models/deepseek_v4.py, configs/model_config.py, layers/quantization.
+"""What SGLang 0.5.23 loads, from its source: models/deepseek_v4.py, configs/model_config.py, layers/quantization.
 
-The configuration is a DeepseekV3Config with the keys of config.json as they are: only the official dialect has them.
+The configuration is a DeepseekV3Config with the unchanged keys of config.json, so only the official dialect works.
 """
 
 from collections.abc import Iterator
@@ -14,14 +14,14 @@ KEYS = ("compress_ratios", "compress_rope_theta", "num_hash_layers", "rope_scali
 
 
 def dialect(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """The keys that transformers' save_pretrained strips."""
+    """Check the keys that transformers' save_pretrained strips."""
     missing = [key for key in KEYS if key not in checkpoint.config]
     if missing and checkpoint.config:
         yield Finding("no", f"config.json lacks the official {', '.join(missing)}")
 
 
 def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """configs/model_config.py: the format of the experts is probed in a header, expert_dtype is not read."""
+    """Check the experts: their format is probed in a header, and expert_dtype is ignored (configs/model_config.py)."""
     form = checkpoint.formats.experts
     says = {key: str(checkpoint.quantization_says(key) or "").upper() for key in ("quant_algo", "moe_quant_algo")}
     nvfp4 = (
@@ -45,7 +45,9 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """layers/quantization/fp8.py; models/deepseek_v4.py, load_weights: with FP8 on, wo_a must be FP8."""
+    """Check the linears: with FP8, wo_a must be FP8 (layers/quantization/fp8.py; models/deepseek_v4.py,
+    load_weights).
+    """
     linear, output = checkpoint.formats.linear, checkpoint.formats.output
     if checkpoint.quantization is None or not checkpoint.quantised or {linear, output} <= {"fp8", "fp8_f32"}:
         return
@@ -60,7 +62,7 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def drafter(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """model_loader/loader.py: beside NVFP4 experts the drafter's are built in FP4."""
+    """Check the drafter: with NVFP4 experts in the model, its own are built in FP4 (model_loader/loader.py)."""
     if checkpoint.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
     elif checkpoint.formats.drafter == "nvfp4":

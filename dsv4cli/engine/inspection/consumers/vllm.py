@@ -1,7 +1,7 @@
-"""What vLLM 0.33.0 loads, read in its source: models/deepseek_v4, model_loader/default_loader.py, layers/quantization.
+"""What vLLM 0.33.0 loads, from its source: models/deepseek_v4, model_loader/default_loader.py, layers/quantization.
 
-Its CUDA model. The configuration goes through transformers' DeepseekV4Config (vLLM asks for transformers 5.16 to 5.20),
-so either dialect of it will do.
+This is its CUDA model. The configuration goes through transformers' DeepseekV4Config (vLLM requires transformers 5.16
+to 5.20), so both dialects work.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,16 @@ VERSION = "vLLM 0.33.0"
 
 
 def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """transformers_utils/deepseek_v4_utils.py, get_compress_ratios."""
+    """Check the ratio keys (transformers_utils/deepseek_v4_utils.py, get_compress_ratios)."""
     if not {"compress_ratios", "layer_types"} & checkpoint.config.keys():
         yield Finding("no", "config.json has neither compress_ratios nor layer_types")
 
 
 def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """quant_config.py, DeepseekV4FP8Config.expert_dtype (top level only, 'fp4' where missing) and get_quant_method."""
+    """Check expert_dtype, read from the top level only, 'fp4' by default.
+
+    Source: quant_config.py, DeepseekV4FP8Config.expert_dtype and get_quant_method.
+    """
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
     given, form = checkpoint.config.get("expert_dtype", "fp4"), checkpoint.formats.experts
@@ -55,8 +58,10 @@ def _wide_experts(checkpoint: InspectedCheckpoint, given: str) -> Iterator[Findi
 
 
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """fp8.py, Fp8LinearMethod: FP8 parameters wherever ignored_layers does not spare a matrix; quant_config.py,
-    is_scale_e8m0: with F32 scales where expert_dtype is fp8."""
+    """Check the linears: FP8 parameters unless ignored_layers lists them, with F32 scales if expert_dtype is fp8.
+
+    Source: fp8.py, Fp8LinearMethod; quant_config.py, is_scale_e8m0.
+    """
     stored = {checkpoint.formats.linear, checkpoint.formats.output}
     given = checkpoint.config.get("expert_dtype", "fp4")
     if checkpoint.quantization is None or stored == {"fp8_f32" if given == "fp8" else "fp8"}:
@@ -71,7 +76,7 @@ def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def drafter(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """quant_config.py, get_quant_method: the drafter's experts are built as the model's."""
+    """Check the drafter: its experts are built like the model's (quant_config.py, get_quant_method)."""
     if checkpoint.identity.config.drafter == "none":
         yield Finding("note", "there is no drafter: no speculative decoding")
     elif checkpoint.formats.drafter != checkpoint.formats.experts:

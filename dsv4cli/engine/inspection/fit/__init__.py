@@ -1,1 +1,1 @@
-"""Does a model fit: the devices there are, the bytes it takes on each, the answer and what to do with it."""
+"""Whether a model fits: the available devices, the bytes needed on each, the answer and advice."""

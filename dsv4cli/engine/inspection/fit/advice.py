@@ -1,4 +1,4 @@
-"""What to do with the answer: the command that runs the model, or what works instead; no torch."""
+"""Advice that follows from a fit: the command that runs the model, or alternatives; no torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,17 +14,18 @@ MB = 10**6
 
 @dataclass(frozen=True)
 class Advice:
-    """One thing to do: why, '' where that goes without saying, and the command, or a sentence where there is none."""
+    """One step of advice: the reason ('' if obvious), and the command, or a sentence if there is no command."""
 
     why: str
     command: str
 
 
 def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: bool = False) -> list[Advice]:
-    """The commands that follow from an answer, the best first.
+    """Return the commands that follow from a fit, best first.
 
-    name: what dsv4 calls the model. problem: why dsv4 would not load it even where it fits. is_random: whether its
-    weights are random, of which fewer layers need no conversion.
+    name: dsv4's name of the model. problem: why dsv4 would not load it even if it fits. is_random: whether its weights
+    are
+    random; fewer layers then need no conversion.
     """
     if problem is not None:
         return [Advice(f"dsv4 would not load it: {problem.message}", problem.remedy)]
@@ -37,7 +38,7 @@ def advise(fit: Fit, name: str, problem: Dsv4Error | None = None, *, is_random: 
 
 
 def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> str:
-    """`dsv4 run` on the devices of a share, with the options that make it fit."""
+    """Return the `dsv4 run` command for the devices of a share, with the options that make it fit."""
     words = [*_numbering(fit, share), "dsv4", "run", "--model", shell_word(name), "--max-context", str(context)]
     if share.ranks > 1:
         words += ["--tp", str(share.ranks)]
@@ -50,7 +51,7 @@ def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> 
 
 
 def _numbering(fit: Fit, share: Share) -> list[str]:
-    """What makes CUDA number GPUs as nvidia-smi does, and several ranks take those of the share."""
+    """Return environment settings that make CUDA number GPUs as nvidia-smi does and select those of the share."""
     if not share.on_gpu:
         return []
     words = ["CUDA_DEVICE_ORDER=PCI_BUS_ID"] if fit.machine.is_mixed else []
@@ -61,7 +62,7 @@ def _numbering(fit: Fit, share: Share) -> list[str]:
 
 
 def _another(fit: Fit, share: Share, name: str) -> Advice:
-    """A slower way that runs it as well."""
+    """Return a slower way to run the model."""
     why = "the RAM holds it, for the CPU"
     if share.on_gpu:
         why = "one GPU runs it, slower: experts that it has no room for stay in host memory"
@@ -69,7 +70,7 @@ def _another(fit: Fit, share: Share, name: str) -> Advice:
 
 
 def _smaller_load(fit: Fit, name: str) -> Iterator[Advice]:
-    """Fewer tokens or sequences, where the weights fit."""
+    """Yield advice with a shorter context or fewer sequences, if the weights fit."""
     if fit.shorter is not None:
         why = f"with at most {fit.largest_context:,} tokens it fits"
         yield Advice(why, run_command(fit, fit.shorter, name, fit.largest_context, fit.batch))
@@ -79,7 +80,7 @@ def _smaller_load(fit: Fit, name: str) -> Iterator[Advice]:
 
 
 def _larger_machine(fit: Fit, name: str) -> Iterator[Advice]:
-    """More host memory, more GPUs or more RAM: the machine to ask for."""
+    """Yield the larger machines to ask about: more host memory, more GPUs or more RAM."""
     gpus = [] if fit.machine.is_here else [gpu.label for gpu in fit.machine.gpus]
     if fit.more_host is not None:
         ranks = fit.more_host.ranks
@@ -95,12 +96,12 @@ def _larger_machine(fit: Fit, name: str) -> Iterator[Advice]:
 
 
 def _tenths(nbytes: int) -> str:
-    """GB that are enough for so many bytes."""
+    """Return `nbytes` in GB, rounded up to a tenth."""
     return f"{-(-nbytes // 10**8) / 10:,.1f}"
 
 
 def _ask(fit: Fit, name: str, gpus: list[str], ram: int, why: str) -> Advice:
-    """The same question about another machine."""
+    """Return the command that asks the same question about another machine."""
     words = ["dsv4", "inspect", shell_word(name), "--fit", "--max-context", str(fit.context)]
     if fit.batch > 1:
         words += ["--batch", str(fit.batch)]

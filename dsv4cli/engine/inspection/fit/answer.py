@@ -1,4 +1,4 @@
-"""Does the inspected model run on a machine: the answer of `--fit` as a whole; no torch."""
+"""The answer of `--fit`: whether the inspected model runs on a machine; no torch."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ SCHEMA = "dsv4.fit/3"
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """runs: whether `dsv4 run` would load it and run it here. steps: what to do, the best first."""
+    """The answer. runs: whether `dsv4 run` would load and run the model here. steps: advice, best first."""
 
     model: str
     fit: Fit
@@ -25,8 +25,10 @@ class FitAnswer:
 
 
 def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> FitAnswer:
-    """Raises the inspection's problem where it does not tell the dimensions of the model, UsageError for a single file,
-    and what plan_fit raises.
+    """Return whether an inspected model runs on a machine.
+
+    Raises the inspection's problem if the dimensions of the model are unknown, UsageError for a single file, and what
+    `plan_fit` raises.
     """
     source, identity = result.source, result.identity
     if isinstance(source, FileSource):
@@ -42,7 +44,7 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
 
 
 def fit_document(answer: FitAnswer) -> dict[str, Any]:
-    """The answer as one JSON document of schema SCHEMA, bytes throughout."""
+    """Return the answer as a JSON document of schema SCHEMA; all sizes are in bytes."""
     fit = answer.fit
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""Which devices there are and how much memory they have free: this machine's, or those that a user names; no torch."""
+"""Devices and their free memory: of this machine, or as named by the user; no torch."""
 
 import re
 import shutil
@@ -30,7 +30,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, or the CPU with the RAM. torch_name: what --device calls it. total, free: bytes."""
+    """One GPU, or the CPU with its RAM. torch_name: its name for --device. total, free: bytes."""
 
     torch_name: str
     name: str
@@ -44,7 +44,7 @@ class Device:
 
     @property
     def label(self) -> str:
-        """What --gpus calls such a GPU."""
+        """The name of such a GPU for --gpus."""
         name = _bare(self.name)
         if name in CARDS:
             return name
@@ -53,7 +53,7 @@ class Device:
 
 @dataclass(frozen=True)
 class OlderGpu:
-    """A GPU that the kernels do not run on. capability: of computing, as in '7.5'."""
+    """A GPU that the kernels do not support. capability: its compute capability, as in '7.5'."""
 
     torch_name: str
     name: str
@@ -62,9 +62,13 @@ class OlderGpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """The GPUs in the order of their numbers; the CPU, None where nothing is known of its memory. is_here: whether it
-    is this machine. claims_ram: whether the user says how much this one has, of which the system may tell less. older:
-    the GPUs that are left out."""
+    """The GPUs by number, and the CPU (None if its memory is unknown).
+
+    Attributes:
+        is_here: whether it is this machine.
+        claims_ram: whether the user stated this machine's RAM, of which the system may report less.
+        older: unsupported GPUs, which are not used.
+    """
 
     gpus: tuple[Device, ...]
     cpu: Device | None
@@ -74,29 +78,29 @@ class Machine:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """All of them."""
+        """All devices."""
         return self.gpus if self.cpu is None else (*self.gpus, self.cpu)
 
     @property
     def host(self) -> int:
-        """Bytes of free host memory that is known."""
+        """Known free host memory in bytes."""
         return 0 if self.cpu is None else self.cpu.free
 
     @property
     def is_mixed(self) -> bool:
-        """Whether its GPUs are of several kinds: CUDA numbers them otherwise then, the fastest first."""
+        """Whether the GPUs are of several kinds, so that CUDA numbers them fastest first, unlike nvidia-smi."""
         return len({*(gpu.name for gpu in self.gpus), *(gpu.name for gpu in self.older)}) > 1
 
     @property
     def automatic(self) -> str:
-        """What `--device auto` takes, whether the kernels run there or not."""
+        """The choice of `--device auto`, whether the kernels support it or not."""
         return "cuda:0" if self.gpus or self.older else "cpu"
 
 
 def parse_machine(gpus: str | None, ram: str | None) -> Machine:
-    """This machine, or one of GPUs as in '2xH100', '24GB,48GB' or '8x80GB'; with so much RAM, as in '192GB'.
+    """Return this machine, or one with GPUs as in '2xH100', '24GB,48GB' or '8x80GB' and RAM as in '192GB'.
 
-    Sizes are those that are written on cards and machines: GiB, of which a little is taken. Raises UsageError.
+    Sizes are nominal, as printed on cards and machines: GiB, of which a small part is in use. Raises UsageError.
     """
     cpu = None if ram is None else _named_ram(ram)
     if gpus is None:
@@ -107,7 +111,7 @@ def parse_machine(gpus: str | None, ram: str | None) -> Machine:
 
 
 def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
-    """Name, bytes in all, bytes free of each of the GPUs that a part of the text names. Raises UsageError."""
+    """Return name, total bytes and free bytes of each GPU that a part of the text names. Raises UsageError."""
     match = GPUS.fullmatch(part)
     count, name = (int(match[1] or 1), match[2]) if match else (0, "")
     known = CARDS.get(_bare(name), 0) * 2**20
@@ -128,19 +132,19 @@ def _named_ram(text: str) -> Device:
 
 
 def _bare(name: str) -> str:
-    """The name of a card as CARDS has it."""
+    """Return the name of a card as spelled in CARDS."""
     return re.sub(r"[\s_-]|NVIDIA|GEFORCE|RTX", "", name.upper())
 
 
 def _label(text: str, letters: str) -> int:
-    """The bytes of a size as in 24GB, with one of these letters, 0 where it is none."""
+    """Return the bytes of a size such as 24GB with one of these unit letters, 0 for any other text."""
     match = LABEL.fullmatch(text)
     letter = match[2].upper() if match else ""
     return int(float(match[1]) * UNITS[letter]) if match and letter in letters else 0
 
 
 def this_machine() -> Machine:
-    """The GPUs that nvidia-smi tells of and the RAM; no GPU where nvidia-smi is absent, fails or hangs."""
+    """Return the GPUs that nvidia-smi reports and the RAM; no GPU if nvidia-smi is missing, fails or hangs."""
     gpus: list[Device] = []
     older: list[OlderGpu] = []
     for number, row in enumerate(_rows()):
@@ -156,7 +160,7 @@ def this_machine() -> Machine:
 
 
 def _rows() -> list[list[str]]:
-    """What nvidia-smi says of each GPU."""
+    """Return nvidia-smi's row for each GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

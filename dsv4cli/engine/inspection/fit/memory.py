@@ -1,4 +1,4 @@
-"""How many bytes the weights of a model take on one device, and which of them are whole on every one; no torch."""
+"""Bytes of a model's weights on one device, and the part that is replicated on every device; no torch."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from dsv4cli.engine.checkpoint.sharding import part_shape
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the weights on each of `ranks` devices. whole: the part that every rank holds, by family."""
+    """Bytes of the weights on each of `ranks` devices. whole: the replicated part, by family."""
 
     ranks: int
     nbytes: int
@@ -20,7 +20,7 @@ class Weights:
 
 
 def weigh(specs: Collection[TensorSpec], ranks: int) -> Weights:
-    """Adds up one rank's part of the table, which `ranks` must divide."""
+    """Sum up one rank's part of the table, which `ranks` must divide."""
     total, whole = 0, Counter[str]()
     for spec in specs:
         nbytes = prod(part_shape(spec, ranks)) * DTYPE_BITS[spec.dtype] // 8

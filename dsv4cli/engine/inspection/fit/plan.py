@@ -1,6 +1,6 @@
-"""Whether a model fits a machine: each way to use it, the best of them, what it lacks; no torch.
+"""Whether a model fits a machine: each way to run it, the best one, and the missing memory; no torch.
 
-Where weights lie is what `placement.decide` says, as when the model is loaded; the cache and a step have to fit too.
+`placement.decide` places the weights, as in loading; the KV cache and a step must fit too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,15 +21,20 @@ MORE_GPUS = (2, 4, 8, 16, 32)
 
 @dataclass(frozen=True)
 class Fit:
-    """The answer for sequences of `context` tokens, `batch` at once.
+    """The answer for `batch` concurrent sequences of `context` tokens.
 
-    shares: one GPU, then each number of GPUs that divides the model, then the CPU. drafter: the one that the model has.
-    whole: bytes that every GPU holds, by family. best: the way to run it that is recommended, None where none fits;
-    others: slower ways that fit, too. largest_context at this batch and largest_batch at this context are those of the
-    best way, or else the largest that any way has; 0 for not even one. shorter, fewer: the share that has each of the
-    two, None at 0. layers: how many of the first layers the `largest` device can run, None where something runs all
-    of them. more_gpus: GPUs like those of the machine that would hold it. more_host: the share that `host_needed` bytes
-    of free host memory would run.
+    Attributes:
+        shares: one GPU, then each number of GPUs that divides the model, then the CPU.
+        drafter: the model's drafter.
+        whole: bytes replicated on every GPU, by family.
+        best: the recommended way to run the model, None if none fits.
+        others: slower ways that fit.
+        largest_context, largest_batch: at this batch and at this context, for the best way, else over all ways; 0 for
+        none.
+        shorter, fewer: the shares of these two, None at 0.
+        layers: how many of the first layers the `largest` device can run, None if the whole model runs.
+        more_gpus: GPUs like the machine's that would hold the model.
+        more_host: the share that would run with `host_needed` bytes of free host memory.
     """
 
     context: int
@@ -52,20 +57,20 @@ class Fit:
 
     @property
     def nearest(self) -> Share:
-        """The best way to run it; where none fits, the one whose devices lack least."""
+        """The best way to run the model, or the one whose devices lack the least memory if none fits."""
         return self.best or min(self.shares, key=lambda share: share.missing)
 
     @property
     def missing(self) -> int:
-        """Bytes that each device of the nearest way lacks; 0 where one fits."""
+        """Bytes that each device of the nearest way lacks; 0 if it fits."""
         return self.nearest.missing
 
 
 def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
-    """Whether the model fits, with what each device would hold.
+    """Return whether the model fits and what each device would hold.
 
-    Raises UsageError for a context or a batch that the engine does not take, UnsupportedHardware for a machine of which
-    nothing is known.
+    Raises UsageError for a context or batch that the engine does not support, UnsupportedHardware for a machine of
+    unknown hardware.
     """
     longest = config.max_position_embeddings
     require(1 <= context <= longest, "--max-context", f"{context:,}", f"use a number from 1 to {longest:,}")
@@ -105,7 +110,7 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
 
 
 def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> Iterator[Share]:
-    """One for each way to use the machine that divides the model; of unequal GPUs the emptiest are taken."""
+    """Yield a share for each use of the machine that divides the model; GPUs with the most free memory come first."""
     gpus = sorted(machine.gpus, key=lambda gpu: -gpu.free)
     for ranks in range(1, len(gpus) + 1):
         if model.divides(ranks):
@@ -115,12 +120,12 @@ def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> I
 
 
 def _best(shares: Sequence[Share]) -> Share | None:
-    """The fewest GPUs that hold all of it; else as many as there are, with experts in host memory; else the CPU."""
+    """Return the fewest GPUs that hold the model, else the most GPUs with experts in host memory, else the CPU."""
     return next(iter(_ways(shares)), None)
 
 
 def _ways(shares: Sequence[Share]) -> list[Share]:
-    """Those that fit, the best first; where GPUs do, the CPU is none of them."""
+    """Return the shares that fit, best first, without the CPU if GPUs fit."""
     fitting = sorted((share for share in shares if share.fits), key=_rank)
     return [share for share in fitting if share.on_gpu is fitting[0].on_gpu]
 
@@ -130,19 +135,21 @@ def _rank(share: Share) -> tuple[bool, bool, int]:
 
 
 def _others(shares: Sequence[Share], best: Share | None) -> tuple[Share, ...]:
-    """Beside several GPUs or host memory: one GPU, and the CPU."""
+    """Return the alternatives to several GPUs or to offloading: one GPU, and the CPU."""
     if best is None or (best.ranks == 1 and not best.host):
         return ()
     return tuple(share for share in shares if share.fits and share.ranks == 1 and share is not best)
 
 
 def _layers(model: SharedModel, device: Device, context: int) -> int:
-    """How many of the first layers run on a device, one sequence at once."""
+    """Return how many of the first layers run on a device with one sequence."""
     return _largest(model.config.num_hidden_layers, lambda count: model.first(count).share((device,), context, 1).fits)
 
 
 def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
-    """The most GPUs, if enough host memory for experts would make them run it, and how much has to be free."""
+    """Return the share with the most GPUs that would run with more host memory for experts, and the bytes to be
+    free.
+    """
     gpus = [share for share in shares if share.on_gpu]
     if not gpus:
         return None, 0
@@ -154,7 +161,9 @@ def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch:
 
 
 def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -> Share | None:
-    """The fewest GPUs like the machine's emptiest that hold all of it."""
+    """Return the share of the fewest GPUs that hold the model, each like the machine's GPU with the most free
+    memory.
+    """
     gpu = max(machine.gpus, key=lambda gpu: gpu.free, default=None)
     if gpu is None:
         return None
@@ -166,7 +175,7 @@ def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -
 def _most(
     ways: Sequence[Share], most: int, share: Callable[[tuple[Device, ...], int], Share]
 ) -> tuple[int, Share | None]:
-    """The largest number up to `most` that a way has room for, with its share; of equal ones the first way's."""
+    """Return the largest number up to `most` that fits some way, with its share; among equals the first way's."""
 
     def largest(way: Share) -> int:
         return _largest(most, lambda count: share(way.devices, count).fits)
@@ -177,7 +186,7 @@ def _most(
 
 
 def _largest(most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number from 1 to `most` for which `fits`, which holds up to some number; 0 where there is none."""
+    """Return the largest number from 1 to `most` for which the monotonic predicate `fits` holds; 0 if there is none."""
     if fits(most):
         return most
     low, high = 0, most

@@ -1,4 +1,4 @@
-"""What each of some equal devices holds of a model; no torch."""
+"""The share of a model that each of several equal devices holds; no torch."""
 
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -24,11 +24,15 @@ CPU_RESERVE = 5 * 10**8
 
 @dataclass(frozen=True)
 class Share:
-    """What one of `ranks` devices holds, in bytes.
+    """The bytes that one of `ranks` devices holds.
 
-    devices: those that would hold the model. placement: where its weights lie, None where they find no room. weights:
-    on each device. whole: the part of them that every rank holds. available: what the fullest of the devices has free.
-    chunk: the most tokens of a prompt in a step.
+    Attributes:
+        devices: the devices that would hold the model.
+        placement: where its weights are placed, None if they do not fit.
+        weights: bytes on each device.
+        whole: the replicated part of the weights.
+        available: free bytes on the fullest of the devices.
+        chunk: largest prefill chunk in tokens.
     """
 
     devices: tuple[Device, ...]
@@ -43,17 +47,17 @@ class Share:
 
     @property
     def ranks(self) -> int:
-        """How many devices share the model."""
+        """Number of devices that share the model."""
         return len(self.devices)
 
     @property
     def on_gpu(self) -> bool:
-        """Whether they are GPUs."""
+        """Whether the devices are GPUs."""
         return self.devices[0].is_gpu
 
     @property
     def host(self) -> int:
-        """Bytes of experts in host memory, of each rank."""
+        """Bytes of experts in host memory, per rank."""
         return 0 if self.placement is None else self.placement.host
 
     @property
@@ -63,7 +67,7 @@ class Share:
 
     @property
     def needed(self) -> int:
-        """Bytes on each device."""
+        """Bytes needed on each device."""
         return self.weights + self.cache + self.workspace + self.reserve
 
     @property
@@ -73,12 +77,12 @@ class Share:
 
     @property
     def fits(self) -> bool:
-        """Whether each device has room for all of it."""
+        """Whether each device has enough memory."""
         return self.placement is not None and not self.missing
 
 
 class SharedModel:
-    """A model whose shares on devices are asked for, beside `host` bytes of free host memory, None for any number."""
+    """A model to be split over devices, with `host` bytes of free host memory (None for unlimited)."""
 
     def __init__(self, config: ModelConfig, formats: Formats, host: int | None) -> None:
         self.config = config
@@ -91,25 +95,27 @@ class SharedModel:
         self._whole: dict[bool, dict[str, int]] = {}
 
     def divides(self, ranks: int) -> bool:
-        """Whether so many ranks can share the model."""
+        """Return whether `ranks` divides the model."""
         return ranks == 1 or divides(self.config, self._kinds, ranks)
 
     def sizes(self, ranks: int) -> RankSizes:
-        """One rank's part, added up once."""
+        """Return the sizes of one rank's part, cached."""
         if ranks not in self._sizes:
             self._sizes[ranks] = measure(self._table, self.config.num_experts_per_tok, ranks)
         return self._sizes[ranks]
 
     def whole(self, drafter: bool) -> dict[str, int]:
-        """Bytes that every rank holds, by family."""
+        """Return the replicated bytes, by family."""
         if drafter not in self._whole:
             uncut = [spec for spec in self._table if spec.shard is None and (drafter or not is_drafter(spec))]
             self._whole[drafter] = weigh(uncut, 1).whole
         return self._whole[drafter]
 
     def share(self, devices: tuple[Device, ...], context: int, batch: int) -> Share:
-        """One device's part of the model, as loading would place it for so many sequences; where that finds no room,
-        with the smallest chunk."""
+        """Return one device's part of the model, placed as in loading for `batch` sequences of `context` tokens.
+
+        If that does not fit, the smallest prefill chunk is used.
+        """
         ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
         beside = reserves(self.config, self.formats, Workload(context, batch), ranks, on_gpu=on_gpu)
         placement, sizes = self._placement(ranks, free, beside, on_gpu), self.sizes(ranks)
@@ -128,13 +134,13 @@ class SharedModel:
         )
 
     def with_any_host(self) -> "SharedModel":
-        """The same beside any amount of host memory."""
+        """Return the same model with unlimited host memory."""
         other = copy(self)
         other.host = None
         return other
 
     def first(self, layers: int) -> "SharedModel":
-        """The model of the first `layers` layers, on one device."""
+        """Return the model of the first `layers` layers, on one device."""
         other, sizes = copy(self), self.sizes(1)
         kept = self.config.layer_ratios[:layers] + self.config.compress_ratios[self.config.num_hidden_layers :]
         other.config = replace(self.config, num_hidden_layers=layers, compress_ratios=kept)
