@@ -38,9 +38,7 @@ def stored_formats(checkpoint: Checkpoint) -> Formats:
 
 
 def _format(checkpoint: Checkpoint, field: str, weights: list[str]) -> FormatName:
-    """Return the storage format of most of these weights, by their dtype and, if ambiguous, the dtype of their
-    scales.
-    """
+    """Return the storage format of most of these weights, by their dtype and, if ambiguous, their scales' dtype."""
     dtype = Counter(checkpoint.tensors[name].dtype for name in weights).most_common(1)[0][0]
     allowed = ALLOWED_FORMATS.get(field, MATRIX_FORMATS)
     scale = _scale_dtype(checkpoint, weights, ("scale", "weight_scale") if dtype in CODE_DTYPES else ("scale",))

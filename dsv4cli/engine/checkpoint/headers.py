@@ -186,8 +186,9 @@ def read_index(path: Path) -> dict[str, str]:
 def index_problems(
     present: Mapping[str, str], index: Mapping[str, str], tensors: Mapping[str, TensorInfo]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each tensor on which index and files disagree, with a sentence. present: index entries of existing
-    files.
+    """Yield each tensor on which index and files disagree, with a sentence.
+
+    present: index entries of existing files.
     """
     for name, file in present.items():
         info = tensors.get(name)
@@ -262,7 +263,9 @@ def parse_header(path: Path, text: bytes, data: int) -> list[TensorInfo]:
 
 
 def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object. Raises CheckpointError for a duplicate key, of which readers may use either value."""
+    """Return a JSON object. Raises CheckpointError for a duplicate key, because readers differ in the value they
+    use.
+    """
     values = dict(pairs)
     if len(values) < len(pairs):
         double = Counter(key for key, _ in pairs).most_common(1)[0][0]

@@ -51,8 +51,9 @@ class MatrixReader:
         return sum(prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8 for spec in self.parts.values())
 
     def read(self, rows: slice) -> dict[Role, Raw]:
-        """Return the stored rows of every part; for fp8 they start at a multiple of 128. Raises as
-        `StoredModel.read`.
+        """Return the stored rows of every part; for fp8 they start at a multiple of 128.
+
+        Raises as `StoredModel.read`.
         """
         raw = {}
         for role, spec in self.parts.items():
@@ -70,7 +71,7 @@ class MatrixReader:
 
 
 def stored_matrices(model: StoredModel) -> Iterator[tuple[str, MatrixReader]]:
-    """Yield every matrix of the table of which the files have all parts, by its official name.
+    """Yield every matrix of the table whose parts are all in the files, by its official name.
 
     A matrix stored in BF16 or F32, while the others are quantized, is read as stored.
     """

@@ -185,14 +185,12 @@ class CompressedNaming(NamedTensors):
 
 @dataclass(frozen=True)
 class TransformersNaming(NamedTensors):
-    """The parameter names of transformers' DeepseekV4ForCausalLM; official names for `mtp.*`, which it does not
-    have.
-    """
+    """The parameter names of transformers' DeepseekV4ForCausalLM; official names for `mtp.*`, which it lacks."""
 
     config: ModelConfig
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Return the parameter, or this expert's slice of the stacked gate_up_proj [E, 2I, D] or down_proj [E, D,
+        """Return the parameter, or this expert's slice of a stacked one: gate_up_proj [E, 2I, D], down_proj [E, D,
         I].
         """
         if spec.name.startswith("mtp."):
@@ -231,8 +229,9 @@ class MpNaming(NamedTensors):
     experts: int
 
     def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Return the shard of every rank, the rank of an expert, or the replicas. Raises UsageError for an uneven
-        split.
+        """Return the shard of every rank, the rank of an expert, or the replicas.
+
+        Raises UsageError for an uneven split.
         """
         dtype, shape = spec.dtype, spec.shape
         if spec.dtype == "I8":

@@ -91,9 +91,7 @@ def e8m0_values() -> Values:
 
 @cache
 def e4m3_values() -> Values:
-    """Return the 256 values of e4m3 (fn): bias 7, subnormals below 2 ** -6, NaN for codes 0x7f and 0xff, no
-    infinity.
-    """
+    """Return the 256 values of e4m3 (fn): bias 7, subnormals below 2 ** -6, NaN for 0x7f and 0xff, no infinity."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10.0), mantissa * 2.0**-9)

@@ -66,17 +66,17 @@ def check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path:
 def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool = True) -> dict[str, Any]:
     """Return the values of a root `config.json`, in either dialect or in both, under the official keys alone.
 
-    transformers strips compress_ratios, which count the draft stages. Without them the stages are
-    num_nextn_predict_layers for MTP; for DSpark, of which the releases say 1, the three of every release unless the
-    key says more.
+    transformers strips compress_ratios, which include the draft stages. Without them, num_nextn_predict_layers is the
+    number of MTP stages. For DSpark the releases state 1 there, so the three stages of every release are assumed unless
+    the key says more.
 
     Args:
         values: content of the file.
         where: names the file in errors.
         drafter_stored: whether the checkpoint has tensors under `mtp.`, which many tools drop. Without them the model
-            has no drafter, whatever the keys say; the keys still tell the release.
+            has no drafter, whatever the keys say; the keys still determine the release.
 
-    Raises CheckpointError, naming both keys, where the dialects contradict each other.
+    Raises CheckpointError, naming both keys, if the dialects contradict each other.
     """
     if values.get("mlp_bias"):
         raise UnsupportedCheckpoint(f"{where}: mlp_bias is {values['mlp_bias']!r}, DeepSeek-V4 has no biases", REMEDY)
@@ -214,9 +214,7 @@ def _rope_dim(values: Mapping[str, Any], factor: Any) -> Any:
 
 
 def _rope(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
-    """Yield the official keys of rope_parameters: table `main` for layers without a compressor, `compress` for the
-    others.
-    """
+    """Yield the official keys of rope_parameters: `main` for layers without a compressor, `compress` for the others."""
     main = _table(values, "main", {"rope_type": "default"}, where)
     compress = _table(values, "compress", {"rope_type": "yarn", "attention_factor": ATTENTION_FACTOR}, where)
     for key, name, table in (("rope_theta", "main", main), ("compress_rope_theta", "compress", compress)):

@@ -61,8 +61,9 @@ def config_values(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError if it cannot be read or is nested too deeply to
-    display.
+    """Return the JSON object in a file.
+
+    Raises CheckpointError if it cannot be read or is nested too deeply to display.
     """
     remedy = f"fetch {path.name} again"
     try:

@@ -41,7 +41,7 @@ WORKERS = 16
 
 @dataclass(frozen=True, eq=False)
 class RemoteHeaders:
-    """A model on the hub of which only headers and small files were fetched.
+    """The fetched headers and small files of a model on the hub; its weights are not downloaded.
 
     folder: temporary folder with config.json, the index and other small files; removed together with this object.
     checkpoint: the headers; its paths are names on the hub, not local files.

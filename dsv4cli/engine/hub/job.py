@@ -30,8 +30,9 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class DownloadPlan:
-    """The plan of a download. name: the user's name of the model. held: bytes of each wanted file that exist already,
-    judged by size.
+    """The plan of a download.
+
+    name: the user's name of the model. held: bytes of each wanted file that exist already, judged by size.
     """
 
     name: str

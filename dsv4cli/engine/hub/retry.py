@@ -99,8 +99,9 @@ class Retrier:
         self.failures = 0
 
     def failed(self, error: Exception) -> None:
-        """Wait before the next attempt. Raises HubError if there is none left, DownloadStopped if the download was
-        canceled.
+        """Wait before the next attempt.
+
+        Raises HubError if there is none left, DownloadStopped if the download was canceled.
         """
         policy = self.policy
         self.failures += 1
@@ -145,8 +146,9 @@ def is_passing(error: Exception) -> bool:
 
 
 def ordered_wait(error: Exception) -> float | None:
-    """Return the seconds to wait requested by the hub: its rate limit or Retry-After (seconds or date, RFC 9110
-    10.2.3).
+    """Return the wait in seconds that the hub requests, None if it requests none.
+
+    Its rate-limit header or Retry-After (seconds or a date, RFC 9110 10.2.3) states it.
     """
     error = cause_of(error)
     if not isinstance(error, HfHubHTTPError):

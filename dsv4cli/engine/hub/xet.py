@@ -95,9 +95,7 @@ def written(path: Path) -> int:
 
 
 def _bar(context: DownloadContext, file: RemoteFile) -> Any:
-    """Return a replacement for huggingface_hub's tqdm class: it updates the meter and records when bytes last
-    arrived.
-    """
+    """Return a substitute for huggingface_hub's tqdm class: it updates the meter and the time of the last progress."""
 
     class Bar:
         moved = time.monotonic()

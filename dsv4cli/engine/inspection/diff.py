@@ -154,8 +154,9 @@ def _twin(name: str, pairs: dict[str, tuple[MatrixReader, MatrixReader]]) -> Mat
 
 
 def diff_matrices(name: str, a: MatrixReader, b: MatrixReader, twin: MatrixReader | None = None) -> MatrixDiff:
-    """Compare one matrix of two checkpoints. twin: the matrix of A that B may have stored under this name by
-    mistake.
+    """Compare one matrix of two checkpoints.
+
+    twin: the matrix of A that B may have stored under this name by mistake.
     """
     forms = (a.form, b.form)
     if a.shape != b.shape:

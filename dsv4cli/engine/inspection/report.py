@@ -119,8 +119,9 @@ def _inspect_file(source: FileSource) -> Inspection:
 
 
 def _present(table: Mapping[str, TensorSpec], names: Mapping[str, object]) -> list[tuple[str, TensorSpec]]:
-    """Return the tensors of the table that a file contains; a weight or scale whose partner is in another file is
-    alone.
+    """Return the tensors of the table that a file contains.
+
+    A weight or scale whose partner is in another file counts as a tensor of its own.
     """
     kept: list[tuple[str, TensorSpec]] = []
     for parts in matrices(table.values()).values():

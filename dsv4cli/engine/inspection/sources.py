@@ -68,8 +68,9 @@ class RemoteSource:
 
     @cached_property
     def identity(self) -> FolderIdentity:
-        """The identity of the repository's model; its paths are names on the hub. Raises as `identify`, and
-        HubError.
+        """The identity of the repository's model; its paths are names on the hub.
+
+        Raises as `identify`, and HubError.
         """
         return self._told(lambda remote: identify(remote.folder, lambda folder: whole(remote.checkpoint)))
 

@@ -45,10 +45,9 @@ class World:
         return torch.distributed.get_backend() if self.symmetric_buffers is None else "each other's memory"
 
     def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the all-reduced sum of x (fp32 or bf16): added in fp32, rounded once to `dtype`, bit-identical on all
-        ranks.
+        """Return the all-reduced sum of x (fp32 or bf16), added in fp32 and rounded once to `dtype`.
 
-        x may be overwritten.
+        The result is bit-identical on all ranks. x may be overwritten.
         """
         if self.size == 1:
             return x.to(dtype)
@@ -62,17 +61,13 @@ class World:
         return total.to(dtype)
 
     def own_rows(self, tokens: int) -> slice:
-        """Return the rows of the streams that this rank holds in a step of `tokens` tokens: all of them, or its
-        share.
-        """
+        """Return the rows of the streams that this rank holds in a step of `tokens` tokens: all, or its share."""
         if self.divides_from is None or tokens < self.divides_from:
             return slice(0, tokens)
         return share_of(tokens, self.rank, self.size)
 
     def rows_held(self, rows: int, tokens: int) -> slice:
-        """Return the rows of a step that a tensor with `rows` rows holds: all `tokens` of them, or this rank's
-        share.
-        """
+        """Return which of the `tokens` rows of a step a tensor with `rows` rows holds: all, or this rank's share."""
         return slice(0, tokens) if rows == tokens else self.own_rows(tokens)
 
     def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,8 +80,8 @@ class World:
         return self.sum_rounded(x, dtype)[share_of(len(x), self.rank, self.size)]
 
     def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """All-gather tensors that hold this rank's rows [rows, ...] of a step of `tokens` tokens; returns all rows
-        [T, ...].
+        """All-gather this rank's rows [rows, ...] of each tensor; return all rows [T, ...] of the step of `tokens`
+        tokens.
         """
         if len(parts[0]) == tokens:
             return list(parts)

@@ -29,7 +29,8 @@ def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "t
 
 
 def captures(device: torch.device) -> bool:
-    """Return whether steps can be captured as CUDA graphs: on a GPU, with Triton kernels, which never wait for the
-    host.
+    """Return whether steps can be captured as CUDA graphs.
+
+    This needs a GPU and the Triton kernels, which never wait for the host.
     """
     return device.type == "cuda" and chosen() != "torch"

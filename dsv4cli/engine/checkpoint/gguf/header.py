@@ -46,8 +46,9 @@ class GgufHeader:
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Return the header of one file. Raises CheckpointError, naming it, for a file that is not GGUF, damaged or
-    truncated.
+    """Return the header of one file.
+
+    Raises CheckpointError, naming the file, if it is not GGUF, damaged or truncated.
     """
     try:
         with open(open_file(path), "rb") as file:

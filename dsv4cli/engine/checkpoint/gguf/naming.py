@@ -68,9 +68,7 @@ IN_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 
 
 def gguf_name(spec: TensorSpec) -> str:
-    """Return llama.cpp's name of the tensor that contains one of the table; experts are stacked, and scales
-    included.
-    """
+    """Return llama.cpp's name of the tensor that contains one of the table: experts are stacked, scales included."""
     name = EXPERT.sub(".experts.", spec.matrix)
     match = IN_LAYER.fullmatch(name)
     return TOP[name] if match is None else f"blk.{match[1]}.{LAYER[match[2]]}"

@@ -99,8 +99,9 @@ def tokenizer(*, fatal: bool) -> Rule:
 
 
 def official_names(reaction: str) -> Rule:
-    """Return a rule that requires official names and unsharded tensors. reaction: how the consumer reacts to other
-    names.
+    """Return a rule that requires official names and unsharded tensors.
+
+    reaction: how the consumer reacts to other names.
     """
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:

@@ -16,8 +16,9 @@ SINGLE_FILE = "model.safetensors"
 
 
 def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """Check the ratio keys: without them the layers get another schedule (configuration_deepseek_v4.py,
-    __post_init__).
+    """Check the ratio keys: without them the layers get another schedule.
+
+    Source: configuration_deepseek_v4.py, __post_init__.
     """
     if not {"compress_ratios", "layer_types"} & checkpoint.config.keys():
         yield Finding("no", "config.json has neither compress_ratios nor layer_types")

@@ -45,8 +45,9 @@ def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 def linears(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-    """Check the linears: with FP8, wo_a must be FP8 (layers/quantization/fp8.py; models/deepseek_v4.py,
-    load_weights).
+    """Check the linears: with FP8, wo_a must be FP8.
+
+    Source: layers/quantization/fp8.py; models/deepseek_v4.py, load_weights.
     """
     linear, output = checkpoint.formats.linear, checkpoint.formats.output
     if checkpoint.quantization is None or not checkpoint.quantised or {linear, output} <= {"fp8", "fp8_f32"}:

@@ -100,7 +100,7 @@ class Machine:
 def parse_machine(gpus: str | None, ram: str | None) -> Machine:
     """Return this machine, or one with GPUs as in '2xH100', '24GB,48GB' or '8x80GB' and RAM as in '192GB'.
 
-    Sizes are nominal, as printed on cards and machines: GiB, of which a small part is in use. Raises UsageError.
+    Sizes are nominal, as printed on cards and machines: GiB, with a small part already in use. Raises UsageError.
     """
     cpu = None if ram is None else _named_ram(ram)
     if gpus is None:

@@ -147,9 +147,7 @@ def _layers(model: SharedModel, device: Device, context: int) -> int:
 
 
 def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
-    """Return the share with the most GPUs that would run with more host memory for experts, and the bytes to be
-    free.
-    """
+    """Return the share with the most GPUs that would run with more free host memory, and the bytes it needs."""
     gpus = [share for share in shares if share.on_gpu]
     if not gpus:
         return None, 0
@@ -161,8 +159,8 @@ def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch:
 
 
 def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -> Share | None:
-    """Return the share of the fewest GPUs that hold the model, each like the machine's GPU with the most free
-    memory.
+    """Return the share of the fewest GPUs that hold the model, if all had the most free memory of the machine's
+    GPUs.
     """
     gpu = max(machine.gpus, key=lambda gpu: gpu.free, default=None)
     if gpu is None:
