@@ -80,9 +80,7 @@ class World:
         return self.sum_rounded(x, dtype)[share_of(len(x), self.rank, self.size)]
 
     def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """All-gather this rank's rows [rows, ...] of each tensor; return all rows [T, ...] of the step of `tokens`
-        tokens.
-        """
+        """All-gather this rank's rows [rows, ...] of each tensor; return all `tokens` rows [T, ...] of the step."""
         if len(parts[0]) == tokens:
             return list(parts)
         if self._through_memory(*parts):
