@@ -1,9 +1,8 @@
-"""Batch-invariant plain PyTorch: on a CPU, a row gets the same bits alone and among up to ROWS_ALIKE rows, at widths in
-multiples of 32.
+"""Batch-invariant plain PyTorch: on a CPU, a row gets the same bits alone and among up to ROWS_ALIKE rows.
 
-PyTorch and its BLAS use different code, with different rounding, for one row, for a few rows and for many rows, and for
-the values that do not fill a whole vector. Here, small inputs are multiplied in products of one fixed shape, and every
-value is part of a whole vector.
+Widths must be multiples of 32. PyTorch and its BLAS use different code, with different rounding, for one row, for a few
+rows and for many rows, and for the values that do not fill a whole vector. Here, small inputs are multiplied in
+products of one fixed shape, and every value is part of a whole vector.
 """
 
 from collections.abc import Callable, Iterable

@@ -45,9 +45,9 @@ _described: ContextVar[Card | None] = ContextVar("card", default=None)
 
 @contextmanager
 def described(card: Card) -> Iterator[None]:
-    """Treat every CUDA device as this card, in this thread, inside the block. The card is only simulated: nothing can
-    be
-    launched on it.
+    """Treat every CUDA device as this card, in this thread, inside the block.
+
+    The card is only simulated: nothing can be launched on it.
     """
     before = _described.set(card)
     try:

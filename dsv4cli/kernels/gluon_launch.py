@@ -31,10 +31,7 @@ class GluonKernel(Kernel, GluonJITFunction):  # type: ignore[misc] # Triton has 
 
 
 def gluon_described(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescriptor:
-    """Return a `launch.described` of a matrix with consecutive columns, with blocks in the shared-memory layout of
-    tensor
-    cores.
-    """
+    """Return `launch.described` of a matrix with consecutive columns, in the shared-memory layout of tensor cores."""
     found = TensorDescriptor.__new__(TensorDescriptor)
     found.base, found.shape, found.strides, found.block_shape = matrix, matrix.shape, matrix.stride(), [*block]
     found.layout = _layout(matrix.dtype, block)

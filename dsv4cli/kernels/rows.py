@@ -37,17 +37,18 @@ def exact_rows(exact: bool) -> Iterator[None]:
 
 
 def planned_rows(count: int, like: int = ROWS_EXACT) -> int:
-    """Return the row count that decides the summation order: `count`; `like` for up to ROWS_EXACT rows in
-    `exact_rows`.
+    """Return the row count that decides the summation order.
+
+    It is `count`, but `like` for up to ROWS_EXACT rows inside `exact_rows`.
     """
     return like if _exact.get() and 0 < count <= ROWS_EXACT else count
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
-    """Return x [..., D] as a view [R, D] with consecutive columns. Rows may have any stride, as in a slice of wider
-    rows.
+    """Return x [..., D] as a view [R, D] with consecutive columns.
 
-    Raises KernelUnsupported for dtypes other than bf16 and fp32, and if no such view exists.
+    Rows may have any stride, as in a slice of wider rows. Raises KernelUnsupported for dtypes other than bf16 and fp32,
+    and if no such view exists.
     """
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise KernelUnsupported(f"this Triton kernel takes bf16 or fp32, not {x.dtype}")

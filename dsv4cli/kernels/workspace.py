@@ -56,8 +56,8 @@ _current: ContextVar[Workspace | None] = ContextVar("workspace", default=None)
 
 
 def words(device: torch.device, *shape: int) -> torch.Tensor:
-    """Return int32 zeros for one launch, which must leave them 0: from the current workspace, or new ones without
-    one.
+    """Return int32 zeros for one launch, which must leave them 0: the current workspace's, or new ones if there is
+    none.
     """
     workspace = _current.get()
     return _zeros(device, shape) if workspace is None else workspace.words(device, shape)

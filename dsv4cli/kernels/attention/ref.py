@@ -1,4 +1,4 @@
-"""Attention over listed rows in plain PyTorch."""
+"""Sparse attention in plain PyTorch."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from dsv4cli.kernels.rope import ref as rope
 
 BLOCK = 64
-# below every score: where nothing has been read yet, so that a block of holes changes nothing
+# initial maximum, below every score, so that a block without rows changes nothing
 FLOOR = -1e30
 
 
@@ -37,7 +37,7 @@ def attended(
     sink: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The softmax over the listed rows and the sink times the rows, rounded once."""
+    """Return softmax over the listed rows and the sink, times the rows, rounded once."""
     queries = q.float()
     tokens, heads, width = q.shape
     maximum = queries.new_full((tokens, heads, 1), FLOOR)
@@ -47,7 +47,7 @@ def attended(
     for block in F.pad(index, (0, -index.shape[1] % BLOCK), value=-1).split(BLOCK, 1):
         holes = block < 0
         if block.is_cpu and holes.all():
-            continue  # it would change nothing; a GPU is not waited for
+            continue  # it would change nothing; on a GPU the check would synchronize
         rows = listed_rows(window, entries, block).float()
         scores = torch.bmm(queries, rows.mT) * scale
         scores = scores.masked_fill(holes[:, None], float("-inf"))
@@ -58,13 +58,13 @@ def attended(
         weighted = weighted * shrink + torch.bmm(chances.to(q.dtype).float(), rows)
         maximum = larger
     denominator = denominator + torch.exp(sink.float()[:, None] - maximum)
-    # at least 1 wherever a row was listed
+    # the denominator is at least 1 if a row is listed
     return (weighted / denominator.clamp_min(1.0)).to(q.dtype)
 
 
 def listed_rows(window: torch.Tensor, entries: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The rows [T, L, d] that an index [T, L] names; some row of the window where it says -1."""
-    # F.embedding takes whole rows, seven times as fast on a CPU as indexing does
+    """Return the rows [T, L, d] for an index [T, L]; an arbitrary window row for -1."""
+    # F.embedding copies whole rows, seven times as fast as indexing on a CPU
     count = window.shape[0]
     rows = F.embedding(index.clamp(0, count - 1), window)
     named = index >= count

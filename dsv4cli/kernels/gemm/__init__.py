@@ -58,8 +58,9 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Return one linear per group: x [T, G, K], weight [G * N, K] (group g starts at row g * N) -> [T, G, N] in x's
-    dtype.
+    """Return one linear per group: x [T, G, K], weight [G * N, K] -> [T, G, N] in x's dtype.
+
+    Group g starts at row g * N of the weight.
     """
     return choose(x, ref).grouped_linear(x, weight, scale)
 

@@ -9,14 +9,14 @@ from dsv4cli.kernels.norm import ref as norm
 
 
 def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
-    """fn @ streams, scaled by their inverse RMS after the product: fp32 [T, rows of fn]."""
+    """Return fn @ streams, scaled by their inverse RMS after the product: fp32 [T, rows of fn]."""
     flat = streams.float().flatten(1)
     return gemm.linear_fp32(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
-    """Rows, then columns, normalised `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
-    # PyTorch would make a tensor of a number at each sum, which takes as long as the sum
+    """Normalize rows, then columns, `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
+    # a tensor, because PyTorch converts a Python number at each sum, which takes as long as the sum
     small = torch.tensor(eps, device="cpu")
     comb = logits.softmax(-1) + small
     comb = comb / comb.sum(-2, keepdim=True).add_(small)
@@ -31,7 +31,7 @@ def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Te
     count = streams.shape[1]
     pre, post, comb = project(streams, connection.fn, connection.norm_eps).split((count, count, count * count), -1)
     pre_base, post_base, comb_base = connection.base.split((count, count, count * count))
-    # two sigmoids, as in the official code: how a value rounds depends on which values share a vector with it
+    # two sigmoids, as in the official code: a value's rounding depends on which values share a vector with it
     pre = alike.each(torch.sigmoid, pre * scale[0] + pre_base)
     post = alike.each(torch.sigmoid, post * scale[1] + post_base)
     comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)

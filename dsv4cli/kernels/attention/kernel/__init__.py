@@ -1,7 +1,7 @@
-"""Attention over listed rows in Triton: a program takes heads of one token and its list.
+"""Sparse attention in Triton: a program computes some heads of one token over its list.
 
-Where there are too few tokens for the machine, several programs share one: `two_pass_decode` or, if the list is long,
-`split_kv`. Where there are many, on Hopper, warps share the work of a program: `warp_specialized`.
+With too few tokens to fill the GPU, several programs share a token: `two_pass_decode`, or `split_kv` for long lists.
+With many tokens on Hopper, the warps of a program have different tasks: `warp_specialized`.
 """
 
 import math
@@ -18,20 +18,20 @@ from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows, rows
 
-# the longest row: 64 heads of it in fp32 are half of a multiprocessor's registers
+# longest row: 64 heads of it in fp32 fill half of a multiprocessor's registers
 LONGEST = 512
-# programs that fill an H200 with tiles of 64 heads, one on a multiprocessor
+# programs that fill an H200 with tiles of 64 heads, one per multiprocessor
 PROGRAMS = 132
-# of up to ROWS_EXACT tokens, whose order of sums all have where they shall have one (H200, a step at 4K: of one token
-# 0.1 % slower than with its own, of eight 1.1)
+# inside `exact_rows`, up to ROWS_EXACT tokens use the summation order of this many tokens (H200, a step at 4K context:
+# 0.1 % slower than the fastest order for one token, 1.1 % for eight)
 PLANNED = 2
-# the longest list that is never cut into parts; the most parts of another
+# longest list that is never split into parts; most parts of longer lists
 SHORT, MOST_PARTS = 256, 32
 
 
 @dataclass(frozen=True)
 class SplitTiles:
-    """What a program holds: heads, rows at a time, warps; span: columns of a list in one part."""
+    """What a program holds: heads, rows at a time, warps. span: columns of a list in one part."""
 
     heads: int
     rows: int
@@ -40,7 +40,7 @@ class SplitTiles:
 
 
 def plan(q: torch.Tensor, length: int) -> SplitTiles | two_pass_decode.TwoPassTiles:
-    """How lists of this length are attended over."""
+    """Return the tiles for lists of this length."""
     tokens, heads, _ = q.shape
     tokens = planned_rows(tokens, PLANNED)
     few, bf16 = tokens * cdiv(heads, 16), q.dtype == torch.bfloat16
@@ -49,36 +49,44 @@ def plan(q: torch.Tensor, length: int) -> SplitTiles | two_pass_decode.TwoPassTi
 
 
 def tiles(tokens: int, heads: int, length: int, x: torch.Tensor) -> SplitTiles:
-    """For lists of this length; measured on an H200 with rows of 512 bf16, 1 to 64 tokens, lists of 128 to 8,320."""
+    """Return the tiles for lists of this length if `two_pass_decode` is not used.
+
+    Measured on an H200 with rows of 512 bf16, 1 to 64 tokens, lists of 128 to 8,320.
+    """
     few, blocks = tokens * cdiv(heads, 16), cdiv(length, 64)
     if x.dtype == torch.float32:
         held, rows_held, warps = 16, 16, 4
     elif heads <= 16 or not _holds_64(x.device) or (few <= PROGRAMS and pays(few, blocks)):
-        # 64 rows and 16 heads of 512 bf16, and 4 KiB a warp: eight take 112 KiB, four 88
+        # 64 rows and 16 heads of 512 bf16, and 4 KiB per warp: 112 KiB with eight warps, 88 KiB with four
         held, rows_held, warps = 16, 64, 8 if shared_memory(x.device) >= 112 << 10 else 4
     else:
         held, rows_held, warps = 64, 64, 8
     parts = min(PROGRAMS // max(tokens * cdiv(heads, held), 1), MOST_PARTS)
-    # two halves are not worth three launches
+    # two parts are not worth three launches
     parts = 1 if parts < 3 or length <= SHORT else parts
-    # of bf16 whole blocks of 64 columns, as the reference has them: what it rounds depends on the maximum up to there
+    # for bf16, whole blocks of 64 columns as in the reference, whose rounding depends on the maximum up to the block
     span = cdiv(cdiv(length, parts), rows_held) * rows_held
     return SplitTiles(held, rows_held, warps, max(span, rows_held))
 
 
 def pays(few: int, blocks: int) -> bool:
-    """Whether programs of 16 heads, which read each row more often, are faster than those of 64: where lists are short,
-    where all blocks can be read at once, and where this many programs are enough for whole lists."""
+    """Return whether programs of 16 heads, which read each row more often, are faster than programs of 64 heads.
+
+    They are if lists are short, if all blocks can be read at once, or if there are enough programs for whole lists.
+    """
     return blocks < 7 or few * blocks <= 2 * PROGRAMS or 2 * few > PROGRAMS
 
 
 def roomy(device: torch.device) -> bool:
-    """Whether shared memory holds 64 heads and two times 64 rows of 512 bf16, 200 KiB, as Hopper's does."""
+    """Return whether shared memory fits 64 heads and two times 64 rows of 512 bf16: 200 KiB, as on Hopper."""
     return shared_memory(device) >= 200 << 10
 
 
 def _holds_64(device: torch.device) -> bool:
-    """Whether a program has room for 64 heads: in tensor memory their sums and scores would be 576 columns of 512."""
+    """Return whether a program can hold 64 heads.
+
+    With tensor memory it cannot: their sums and scores would need 576 columns of 512.
+    """
     return roomy(device) and not has_tensor_memory(device)
 
 
@@ -112,7 +120,10 @@ def attended(
     turns: torch.Tensor | None,
     tile: SplitTiles | two_pass_decode.TwoPassTiles,
 ) -> torch.Tensor:
-    """Un-rotated where there are turns; window and entries [rows, d], index and sink evenly spaced."""
+    """Run attention with these tiles, and the inverse rotation if `turns` is given.
+
+    window and entries: [rows, d]; index and sink: evenly spaced.
+    """
     given, o = rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     (tokens, heads, width), length = q.shape, index.shape[1]
     if width > LONGEST or width % 2:
@@ -172,7 +183,7 @@ def _whole(
         window_rows, scale, WINDOW_STRIDE, ENTRIES_STRIDE, TOTAL, WIDTH, ROWS, HALF, 1024,
     )  # fmt: skip
     denominator += tl.exp2(tl.load(sink + head, head < TOTAL, other=0.0).to(tl.float32) * LOG2E - maximum)
-    # at least 1 wherever a row was listed
+    # the denominator is at least 1 if a row is listed
     factor = 1.0 / tl.maximum(denominator, 1.0)
     left, right = (left * factor).to(o.dtype.element_ty), (right * factor).to(o.dtype.element_ty)
     if 2 * TURNED > WIDTH - HALF:

@@ -1,13 +1,13 @@
-"""What the programs of attention share: reading a part of a list, and the rotation back."""
+"""Shared parts of the attention kernels: reading a part of a list, and the inverse rotation."""
 
 import math
 
 import triton
 import triton.language as tl
 
-# below every score: the maximum where no row has been read
+# initial maximum, below every score
 FLOOR = tl.constexpr(-1e30)
-# maxima of blocks that are read at a time
+# maxima of blocks that are loaded at a time
 AT_ONCE = tl.constexpr(32)
 LOG2E = tl.constexpr(math.log2(math.e))
 
@@ -18,30 +18,33 @@ def attend_rows(
     WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, HALF: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Of columns [first, end) of a list, in blocks of ROWS: the maximum of their scores and of maxima [before, TOTAL],
-    those of the columns before, [HEADS, 1] in powers of two, relative to it the sum [HEADS, 1] and the sum of the rows,
-    left and right half [HEADS, HALF]; rows are multiplied by rounded probabilities, relative to the maximum so far."""
+    """Attend over columns [first, end) of a list, in blocks of ROWS.
+
+    Rows are multiplied by rounded probabilities, relative to the maximum so far. maxima: [before, TOTAL], of the scores
+    of earlier columns. Returns the maximum of these and of the scores [HEADS, 1], in powers of two; the sum of
+    probabilities relative to it [HEADS, 1]; and the weighted sum of the rows, left and right half [HEADS, HALF].
+    """
     HEADS: tl.constexpr = head.shape[0]
     TYPE: tl.constexpr = q.dtype.element_ty
     column = tl.arange(0, HALF)[None]
     inside, inside_right = column < WIDTH, column + HALF < WIDTH
-    # where the list ends; it is then in the nearest cache, which queries and rows pass by
+    # find the end of the list; this also brings the list into L1, which queries and rows bypass
     last = first
     for start in tl.range(first, end, AHEAD, num_stages=1):
         ahead = start + tl.arange(0, AHEAD)
         named = tl.load(listed + ahead, ahead < end, other=-1) >= 0
         last = tl.maximum(last, tl.max(tl.where(named, ahead + 1, first), 0))
     query_left, query_right = queries(q, token, head, q_stride, TOTAL, WIDTH, HALF)
-    # here, and not before the queries, it leaves enough registers to 64 heads
+    # after the queries, not before, so that 64 heads have enough registers
     maximum = greatest(maxima, before, head, TOTAL)
     sums = tl.full([HEADS, ROWS], 0.0, tl.float32)
     left = tl.full([HEADS, HALF], 0.0, tl.float32)
     right = tl.full([HEADS, HALF], 0.0, tl.float32)
     step = tl.arange(0, ROWS)
     for start in tl.range(first, last, ROWS, num_stages=2):
-        # the conditions, all true, shape what Triton makes of this: a load behind one is not copied to shared memory, a
-        # product behind one is not seen to feed the other and is shared out among all warps, and products behind one
-        # come after the copies of the next rows have been started
+        # these conditions are always true and only steer Triton's compiler: a load after one is not copied to shared
+        # memory; a product after one is not recognized as feeding the other, so it is distributed over all warps; and
+        # products after one come after the copies of the next rows have started
         row = tl.full([ROWS], -1, tl.int32)
         if start < last:
             row = tl.load(listed + start + step, start + step < last, other=-1).to(tl.int32)
@@ -67,7 +70,7 @@ def attend_rows(
 
 @triton.jit
 def greatest(maxima, count, head, TOTAL: tl.constexpr):
-    """The maximum [HEADS, 1] of maxima [count, TOTAL]."""
+    """Return the maximum [HEADS, 1] of maxima [count, TOTAL]."""
     maximum = tl.full([head.shape[0], 1], FLOOR, tl.float32)
     for start in tl.range(0, count, AT_ONCE, num_stages=1):
         place = start + tl.arange(0, AT_ONCE)[None]
@@ -78,7 +81,7 @@ def greatest(maxima, count, head, TOTAL: tl.constexpr):
 
 @triton.jit
 def queries(q, token, head, q_stride, TOTAL: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """Left and right half [HEADS, HALF] of the heads of a token."""
+    """Load the left and right half [HEADS, HALF] of a token's heads."""
     column = tl.arange(0, HALF)[None]
     near = q + (token * TOTAL + head) * q_stride + column
     left = tl.load(near, (head < TOTAL) & (column < WIDTH), other=0.0, cache_modifier=".cg")
@@ -88,7 +91,7 @@ def queries(q, token, head, q_stride, TOTAL: tl.constexpr, WIDTH: tl.constexpr, 
 
 @triton.jit
 def row_pointers(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr, ENTRIES_STRIDE: tl.constexpr):
-    """Where the rows that a list names begin: [ROWS, 1], or with one more dim in front."""
+    """Return pointers to the listed rows: [ROWS, 1], or with one more leading dim."""
     entry = row - window_rows
     place = tl.where(
         entry < 0, window + row.to(tl.int64) * WINDOW_STRIDE, entries + entry.to(tl.int64) * ENTRIES_STRIDE
@@ -98,41 +101,44 @@ def row_pointers(row, window, entries, window_rows, WINDOW_STRIDE: tl.constexpr,
 
 @triton.jit
 def scored(query_left, query_right, keys_left, keys_right, row, scale):
-    """Scores [HEADS, ROWS] in powers of two; -inf where the list names no row."""
+    """Return scores [HEADS, ROWS] in powers of two; -inf if the list has no row there."""
     scores = tl.dot(query_left, tl.trans(keys_left), input_precision="ieee") * scale
-    # a sum would make one product of the two, in which the first feeds the second
+    # with a plain sum, the compiler would chain the two products
     scores = tl.fma(tl.dot(query_right, tl.trans(keys_right), input_precision="ieee"), scale, scores)
     return tl.where((row >= 0)[None], scores, float("-inf"))
 
 
 @triton.jit
 def unrotated(values, turns, token, first, TURNED: tl.constexpr, WIDTH: tl.constexpr):
-    """values [N, M], rounded, columns `first` on of heads: the last TURNED pairs rotated by the conjugate of turns."""
+    """Rotate the last TURNED pairs of heads by the conjugate of turns.
+
+    values: [N, M], rounded, columns `first` on of heads.
+    """
     cosine, sine = turned(turns, token, first, values.shape[1], TURNED, WIDTH)
     return rotated(values, cosine, sine, first, TURNED, WIDTH)
 
 
 @triton.jit
 def turned(turns, token, first, COLUMNS: tl.constexpr, TURNED: tl.constexpr, WIDTH: tl.constexpr):
-    """Cosine and sine [COLUMNS // 2] for columns `first` on of heads; 1 and 0 where they are not rotated."""
-    # numbered in one dimension: cosine and sine, and not all values, then change places between threads
+    """Return cosine and sine [COLUMNS // 2] for columns `first` on of heads; 1 and 0 for columns without rotation."""
+    # one-dimensional, so that cosine and sine move between threads instead of all values
     pair = first // 2 + tl.arange(0, COLUMNS // 2) - (WIDTH // 2 - TURNED)
     some = (pair >= 0) & (pair < TURNED)
     turn = turns + token * (2 * TURNED) + pair * 2
-    # past the nearest cache, which may be older: programs of `two_pass_decode` read before the last launch has ended
+    # bypass L1, which may be stale: programs of `two_pass_decode` load before the previous launch has finished
     cosine = tl.load(turn, some, other=1.0, cache_modifier=".cg")
     return cosine, tl.load(turn + 1, some, other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def rotated(values, cosine, sine, first, TURNED: tl.constexpr, WIDTH: tl.constexpr):
-    """values [N, M] with pairs rotated by the conjugate of these turns [M // 2]."""
+    """Return values [N, M] with pairs rotated by the conjugate of the turns [M // 2]."""
     PAIRS: tl.constexpr = values.shape[1] // 2
     pair = first // 2 + tl.arange(0, PAIRS) - (WIDTH // 2 - TURNED)
     some, cosine, sine = ((pair >= 0) & (pair < TURNED))[None], cosine[None], sine[None]
     real, imaginary = tl.split(tl.reshape(values, [values.shape[0], PAIRS, 2]))
     real, imaginary = real.to(tl.float32), imaginary.to(tl.float32)
-    # chosen, not multiplied by one: what is not turned keeps the sign of its zeros, and its infinities
+    # selected instead of multiplied by one, so that values that are not rotated keep signed zeros and infinities
     turned_real = tl.where(some, real * cosine + imaginary * sine, real)
     turned_imaginary = tl.where(some, imaginary * cosine - real * sine, imaginary)
     return tl.interleave(turned_real.to(values.dtype), turned_imaginary.to(values.dtype))

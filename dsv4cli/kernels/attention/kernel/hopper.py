@@ -1,17 +1,20 @@
-"""Which attention `warp_specialized` computes: its Gluon is imported where it is used."""
+"""Selects the attention for `warp_specialized`, which needs Gluon and is imported only when used."""
 
 import torch
 
 from dsv4cli.kernels.launch import cdiv, takes_gluon
 
-# what a program of `warp_specialized` takes: values of a row, at most so many heads, so many pairs that are turned
+# what a program of `warp_specialized` supports: values of a row, and the most heads and rotated pairs
 WIDTH, HEADS, PAIRS = 512, 64, 64
-# the fewest programs that it pays for: one for each multiprocessor of an H200
+# fewest programs for which it is faster: one per multiprocessor of an H200
 FEWEST = 132
 
 
 def suits(q: torch.Tensor, window: torch.Tensor, entries: torch.Tensor, turned: int) -> bool:
-    """Whether `warp_specialized` takes queries [T, H, d] over such rows, and is the fastest for them. turned: pairs."""
+    """Return whether `warp_specialized` supports queries [T, H, d] over these rows and is the fastest for them.
+
+    turned: rotated pairs.
+    """
     tokens, heads, width = q.shape
     if q.dtype != torch.bfloat16 or width != WIDTH or heads <= 16 or turned > PAIRS:
         return False
@@ -22,7 +25,7 @@ def suits(q: torch.Tensor, window: torch.Tensor, entries: torch.Tensor, turned: 
 
 
 def attended(inputs, sink, turns, o, turned, shape) -> None:
-    """As `warp_specialized.attended`."""
+    """Run `warp_specialized.attended`."""
     from dsv4cli.kernels.attention.kernel import warp_specialized
 
     warp_specialized.attended(inputs, sink, turns, o, turned, shape)

@@ -1,6 +1,7 @@
-"""Attention over lists in parts, where there are too few tokens for the machine: a first launch finds the maxima of
-scores, so that a part rounds probabilities relative to the maximum that the reference has there, and a third puts the
-parts together.
+"""Attention with lists split into parts, for too few tokens to fill the GPU.
+
+A first launch finds the maxima of scores, so that each part rounds probabilities relative to the same maximum as the
+reference. A second launch computes the parts, and a third combines them.
 """
 
 import torch
@@ -10,16 +11,22 @@ from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, attend_rows, q
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
-# partial results in fp32 that a program puts together: 64 a thread
+# fp32 partial results that a program combines: 64 per thread
 BUDGET = 8192
 
 
 def attended(inputs, sink, turns, o, turned, shape, parts, span, warps) -> None:
-    """Into o [T, H, d]. inputs: of every kernel here up to the scale; turns: [T, turned, 2] or none; shape: of every
-    kernel up to ROWS; span: columns of a part, a multiple of ROWS."""
+    """Compute attention into o [T, H, d].
+
+    Args:
+        inputs: the arguments that every kernel here takes, up to `scale`.
+        turns: [T, turned, 2] or None.
+        shape: the constants of every kernel, up to ROWS.
+        span: columns of a part, a multiple of ROWS.
+    """
     tokens, heads, width = o.shape
     groups, held, options = cdiv(heads, shape[-2]), shape[-1], overlap(o)
-    # of the last part no other needs the maxima
+    # no other part needs the maxima of the last part
     blocks = (parts - 1) * span // held
     early = torch.empty(tokens, blocks, heads, dtype=torch.float32, device=o.device)
     _maxima[tokens * blocks * groups,](*inputs, early, blocks, *shape, num_warps=warps, **options)
@@ -115,7 +122,7 @@ def _part(
     tl.store(sums + place * TOTAL + head, denominator, head < TOTAL)
     column = tl.arange(0, HALF)[None]
     to = partial + (place * TOTAL + head) * WIDTH + column
-    # what no row has added to is not read again
+    # partial results without any row are not read
     some = (head < TOTAL) & (maximum > FLOOR)
     tl.store(to, left, some & (column < WIDTH))
     tl.store(to + HALF, right, some & (column + HALF < WIDTH))
@@ -153,7 +160,7 @@ def _combine(
     weight = tl.exp2(high - maximum)
     denominator = tl.sum(total * weight, 0, keep_dims=True) + tl.exp2(logit - maximum)
     weighted = tl.sum(tl.where(high > FLOOR, values * weight, 0.0), 0, keep_dims=True)
-    # at least 1 wherever a row was listed
+    # the denominator is at least 1 if a row is listed
     result = (weighted * (1.0 / tl.maximum(denominator, 1.0))).to(o.dtype.element_ty)
     if TURNED > 0:
         result = unrotated(result, turns, token, first, TURNED, WIDTH)

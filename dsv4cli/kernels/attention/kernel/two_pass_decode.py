@@ -1,8 +1,8 @@
-"""Attention of few tokens, spread over the machine: one launch scores columns, the next multiplies the rows.
+"""Attention of few tokens, spread over the GPU: one launch scores columns, the next multiplies the rows.
 
-The first takes groups of columns and keeps exponentials relative to the maximum of a group. The second knows all maxima
-and makes whole results, of some heads and of a few dims of every row: it changes what was kept to the maximum of the
-blocks so far, rounds it, and multiplies groups side by side, each warp its own.
+The first launch scores groups of columns and stores exponentials relative to each group's maximum. The second knows all
+maxima and computes final results, of some heads and of a few dims of every row: it rescales the exponentials to the
+maximum of the blocks so far, rounds them, and multiplies several groups in parallel, one per warp.
 """
 
 from dataclasses import dataclass
@@ -15,18 +15,24 @@ from dsv4cli.kernels.attention.kernel.gather import FLOOR, LOG2E, rotated, row_p
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
-# columns between two changes of the maximum, as in the reference
+# columns between two updates of the maximum, as in the reference
 BLOCK = tl.constexpr(64)
-# the longest list, and the most tokens times groups of 16 heads, that any of `tiles` is for
+# longest list, and most tokens times groups of 16 heads, for which `tiles` returns tiles
 LONGEST, MOST = 1536, 32
-# the most of the first launch, four for each multiprocessor of an H200; then a program takes several groups in turn
+# most programs of the first launch, four per multiprocessor of an H200; with more groups, programs compute several
 PROGRAMS = 528
 
 
 @dataclass(frozen=True)
 class TwoPassTiles:
-    """What programs hold: heads; columns of a group; warps of the first launch; of the second how many groups at a
-    time, dims, warps."""
+    """What programs hold.
+
+    Attributes:
+        heads: heads of a program.
+        columns: columns of a group.
+        score_warps: warps of the first launch.
+        groups, dims, warps: groups at a time, dims and warps of the second launch.
+    """
 
     heads: int
     columns: int
@@ -37,7 +43,7 @@ class TwoPassTiles:
 
 
 def tiles(few: int, length: int) -> TwoPassTiles | None:
-    """For so many tokens times groups of 16 heads; None where other ways are faster.
+    """Return tiles, or None if other kernels are faster. few: tokens times groups of 16 heads.
 
     Measured on an H200 with rows of 512 bf16.
     """
@@ -51,7 +57,10 @@ def tiles(few: int, length: int) -> TwoPassTiles | None:
 
 
 def attended(inputs, sink, turns, o, turned, shape, wide, tile: TwoPassTiles) -> None:
-    """Into o [T, H, d], of at most `wide` dims. inputs: q, ..., the scale; turns: [T, turned, 2] or none."""
+    """Compute attention into o [T, H, d], with at most `wide` dims.
+
+    inputs: q, ..., scale; turns: [T, turned, 2] or None.
+    """
     q, window, entries, index, q_stride, window_rows, length, scale = inputs
     tokens, heads, _ = o.shape
     groups, shared_heads = cdiv(length, tile.columns), cdiv(heads, tile.heads)
@@ -119,7 +128,7 @@ def _scores(
         keys_2 = tl.load(at + 2 * QUARTER, some & (dim + 2 * QUARTER < WIDTH), other=0.0)
         keys_3 = tl.load(at + 3 * QUARTER, some & (dim + 3 * QUARTER < WIDTH), other=0.0)
         scores = tl.dot(query_0, tl.trans(keys_0), input_precision="ieee") * scale
-        # sums would make one product of the four
+        # with plain sums, the compiler would chain the four products
         scores = tl.fma(tl.dot(query_1, tl.trans(keys_1), input_precision="ieee"), scale, scores)
         scores = tl.fma(tl.dot(query_2, tl.trans(keys_2), input_precision="ieee"), scale, scores)
         scores = tl.fma(tl.dot(query_3, tl.trans(keys_3), input_precision="ieee"), scale, scores)
@@ -174,7 +183,7 @@ def _values(
     step = tl.arange(0, GROUPS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None]  # [GROUPS, COLUMNS]
     listed = index + token * length
     logit = tl.load(sink + head, head < TOTAL, other=0.0).to(tl.float32) * LOG2E
-    # what `_scores` does not write can be read before it has ended: past the nearest cache, which may be older
+    # data that `_scores` does not write can be loaded before it has finished, bypassing L1, which may be stale
     if TURNED > 0:
         cosine, sine = turned(turns, token, first, DIMS, TURNED, WIDTH)
     rows, values = (), ()
@@ -197,9 +206,9 @@ def _values(
     for time in tl.static_range(TIMES):
         coming = exact
         if time + 1 < TIMES:
-            # asked for before the products of this time
+            # load before this iteration's products
             coming = _kept(kept, token, head, (time + 1) * GROUPS, groups, GROUPS, TOTAL, COLUMNS)
-        # a list that is read at once need not be asked whether it is empty
+        # a list that is read in a single iteration needs no check for its end
         if (TIMES == 1) or (time < last):
             maximum, total, result = _together(
                 maximum, total, result, values[time], exact, maxima, sums, token, head, time * GROUPS, groups, TYPE,
@@ -208,7 +217,7 @@ def _values(
         exact = coming
     result = tl.sum(result, 0)  # [HEADS, DIMS]
     total += tl.exp2(logit - maximum)
-    # at least 1 wherever a row was listed
+    # the denominator is at least 1 if a row is listed
     result = (result * (1.0 / tl.maximum(total, 1.0))[:, None]).to(TYPE)
     if TURNED > 0:
         result = rotated(result, cosine, sine, first, TURNED, WIDTH)
@@ -218,7 +227,7 @@ def _values(
 
 @triton.jit
 def _kept(kept, token, head, first, groups, GROUPS: tl.constexpr, TOTAL: tl.constexpr, COLUMNS: tl.constexpr):
-    """Exponentials [GROUPS, HEADS, COLUMNS] of groups `first` on."""
+    """Load exponentials [GROUPS, HEADS, COLUMNS] of groups `first` on."""
     number = (first + tl.arange(0, GROUPS))[:, None, None]
     column = number * COLUMNS + tl.arange(0, COLUMNS)[None, None]
     place = kept + (token * TOTAL + head[None, :, None]) * (groups * COLUMNS) + column
@@ -230,8 +239,10 @@ def _together(
     before, total, result, values, exact, maxima, sums, token, head, first, groups,
     TYPE: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """The maximum, the sum of probabilities [HEADS] and the sums of values [GROUPS, HEADS, DIMS] with GROUPS more:
-    a value is multiplied by its probability, rounded relative to the maximum up to the end of its block."""
+    """Add GROUPS groups to the maximum, the sum of probabilities [HEADS] and the sums of values [GROUPS, HEADS, DIMS].
+
+    A value is multiplied by its probability, rounded relative to the maximum up to the end of its block.
+    """
     GROUPS: tl.constexpr = values.shape[0]
     PIECES: tl.constexpr = BLOCK // exact.shape[2]
     owned = head < TOTAL

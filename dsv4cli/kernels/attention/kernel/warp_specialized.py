@@ -1,9 +1,9 @@
-"""Attention of many tokens on Hopper: gathering rows, scoring them and multiplying them overlap.
+"""Attention of many tokens on Hopper: gathering, scoring and multiplying rows overlap.
 
-A program stays on its multiprocessor and takes tokens in turn, up to 64 heads of one at a time. Four of its warps
-gather rows into shared memory, four score them, four each multiply the left and the right half of them; barriers tell
-what is there and what is free again. Triton gives warps no work of their own: this is its Gluon, which its
-interpreter does not take.
+A program is persistent: it stays on its multiprocessor and computes tokens in turn, up to 64 heads of one at a time.
+Four of its warps gather rows into shared memory, four score them, and four each multiply their left and right half.
+Barriers signal which buffers are full and which are free. Triton cannot specialize warps, so this is written in Gluon,
+which Triton's interpreter does not support.
 """
 
 from triton.experimental import gluon
@@ -22,19 +22,24 @@ from dsv4cli.kernels.gluon_launch import gluon_launched
 from dsv4cli.kernels.launch import cdiv
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 
-# heads of a program; rows of a block; values of a row; of these, how many are gathered and multiplied at a time
+# heads of a program; rows of a block; values of a row; values of a row that are gathered and multiplied at a time
 HEADS, ROWS, WIDTH, PART = gl.constexpr(64), gl.constexpr(64), gl.constexpr(512), gl.constexpr(128)
-# what shared memory holds beside the queries: parts of blocks of rows, blocks of probabilities
+# ring buffers in shared memory: parts of blocks of rows, blocks of probabilities
 PARTS, BLOCKS = gl.constexpr(9), gl.constexpr(2)
-# columns of a list that are looked through at a time for its end
+# columns of a list that are searched at a time for its end
 AHEAD = gl.constexpr(1024)
-# threads of four warps; registers of one that multiplies and of one that gathers: those that score have the rest of 512
+# threads of four warps; registers per thread that multiplies and that gathers; threads that score get the rest of 512
 THREADS, MULTIPLYING, GATHERING = gl.constexpr(128), gl.constexpr(160), gl.constexpr(88)
 
 
 def attended(inputs, sink, turns, o, turned, shape) -> None:
-    """Into o [T, H, d]. inputs: of every kernel here up to the scale; turns: [T, turned, 2] or none; shape: of every
-    kernel up to WIDTH."""
+    """Compute attention into o [T, H, d].
+
+    Args:
+        inputs: the arguments that every kernel here takes, up to `scale`.
+        turns: [T, turned, 2] or None.
+        shape: the constants of every kernel, up to WIDTH.
+    """
     tokens, heads, _ = o.shape
     units = tokens * cdiv(heads, HEADS.value)
     _warp_specialized[min(units, multiprocessors(o.device)),](
@@ -44,7 +49,10 @@ def attended(inputs, sink, turns, o, turned, shape) -> None:
 
 @gluon.jit
 def _column_of(number: gl.constexpr):
-    """Where the part of a block that comes as this number begins: each half's first part, then each half's second."""
+    """Return the first column of the part with this number.
+
+    Each half's first part comes first, then each half's second.
+    """
     return (number % 2 * 2 + number // 2) * PART
 
 
@@ -54,7 +62,7 @@ def _gather(
     query_filled, query_freed, part_filled, part_freed, end_filled, end_freed,
     WINDOW_STRIDE: gl.constexpr, ENTRIES_STRIDE: gl.constexpr, TOTAL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Brings queries and rows into shared memory, and where lists end."""
+    """Load queries, rows and the ends of lists into shared memory."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     step = gl.arange(0, ROWS, layout=gl.SliceLayout(1, copied))
@@ -66,7 +74,7 @@ def _gather(
         token, after = (unit // GROUPS).to(gl.int64), unit + gl.num_programs(0)
         listed, listed_after = token * length, (after // GROUPS).to(gl.int64) * length
         names = gl.load(index + listed + ahead, ahead < length, other=-1)
-        # the end is known when the first rows are on their way
+        # the end is known once the first rows are being copied
         start, end = 0, ROWS + 1
         while start < end:
             entry = row - window_rows
@@ -74,7 +82,7 @@ def _gather(
                 entry < 0, window + row.to(gl.int64) * WINDOW_STRIDE, entries + entry.to(gl.int64) * ENTRIES_STRIDE
             )
             place, some = gl.expand_dims(place, 1) + column, gl.expand_dims(row >= 0, 1)
-            # of the next block, which may be the next token's
+            # row numbers of the next block, which may be the next token's
             more = start + ROWS < end
             limit = gl.where(more, length - start - ROWS, gl.where(after < units, length, 0))
             following = index + gl.where(more, listed + start + ROWS, listed_after)
@@ -93,7 +101,7 @@ def _gather(
                 for number in gl.static_range(WIDTH // PART):
                     async_copy.async_copy_global_to_shared(queries.index(number), near + number * PART, held)
                 async_copy.mbarrier_arrive(query_filled.index(0), increment_count=False)
-                # a list that names nothing is one block long
+                # an empty list is one block long
                 end = gl.max(gl.where(names >= 0, ahead + 1, 1), 0)
                 for first in range(AHEAD, length, AHEAD):
                     later = first + ahead
@@ -113,7 +121,7 @@ def _gather(
 
 @gluon.jit
 def _end(ends, filled, freed, turn):
-    """Where the list of the token of this turn ends."""
+    """Return the end of the list of this turn's token."""
     await_filled(filled, turn)
     end = gl.max(ends.index(turn % ends.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     tell(freed, turn)
@@ -125,7 +133,7 @@ def _score(
     index, sink, units, length, scale, queries, parts, kept, query_filled, query_freed, part_filled, told,
     TOTAL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Makes probabilities of a block, relative to the maximum so far, and what earlier ones are multiplied with."""
+    """Compute a block's probabilities relative to the maximum so far, and the factor for the sums of earlier blocks."""
     filled, freed, factor_filled, factor_freed, end_filled, end_freed = told
     chances, shrinks, factors, ends = kept
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -162,7 +170,7 @@ def _score(
             tell(filled, block)
             block += 1
         await_freed(factor_freed, turn)
-        # at least 1 wherever a row was listed
+        # the denominator is at least 1 if a row is listed
         factors.store(1.0 / gl.maximum(sums + gl.exp2(logit - maximum), 1.0))
         tell(factor_filled, turn)
         turn += 1
@@ -173,7 +181,7 @@ def _multiply(
     turns, o, units, parts, kept, part_freed, told,
     TOTAL: gl.constexpr, GROUPS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
-    """Adds up rows times probabilities, of the left half (0) or the right (1), and stores them rounded."""
+    """Sum rows times probabilities, of the left half (HALF 0) or the right (1), and store the rounded results."""
     filled, freed, factor_filled, factor_freed, end_filled, end_freed = told
     chances, shrinks, factors, ends = kept
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
@@ -212,7 +220,10 @@ def _multiply(
 
 @gluon.jit
 def _unrotated(values, turns, token, TURNED: gl.constexpr):
-    """values [HEADS, PART], rounded, the last columns of heads: their last TURNED pairs rotated by the conjugate."""
+    """Rotate the last TURNED pairs of heads by the conjugate.
+
+    values: [HEADS, PART], rounded, the last columns of heads.
+    """
     real, imaginary = gl.split(gl.reshape(values, [HEADS, PART // 2, 2]))
     layout: gl.constexpr = real.type.layout
     pair = gl.arange(0, PART // 2, layout=gl.SliceLayout(0, layout)) - (PART // 2 - TURNED)
@@ -220,7 +231,7 @@ def _unrotated(values, turns, token, TURNED: gl.constexpr):
     cosine = gl.expand_dims(gl.load(turn, pair >= 0, other=1.0), 0)
     sine = gl.expand_dims(gl.load(turn + 1, pair >= 0, other=0.0), 0)
     some, real, imaginary = gl.expand_dims(pair >= 0, 0), real.to(gl.float32), imaginary.to(gl.float32)
-    # chosen, not multiplied by one: what is not turned keeps the sign of its zeros, and its infinities
+    # selected instead of multiplied by one, so that values that are not rotated keep signed zeros and infinities
     turned_real = gl.where(some, real * cosine + imaginary * sine, real).to(values.dtype)
     turned_imaginary = gl.where(some, imaginary * cosine - real * sine, imaginary).to(values.dtype)
     return gl.reshape(gl.join(turned_real, turned_imaginary), [HEADS, PART])
@@ -228,8 +239,8 @@ def _unrotated(values, turns, token, TURNED: gl.constexpr):
 
 @gluon.jit
 def _store(o, values, token, first, begin, TOTAL: gl.constexpr):
-    """values [HEADS, PART] as columns `begin` on of heads `first` on."""
-    # two lanes of four exchange 4 bytes, and each has 8: two such exchanges Triton makes through shared memory
+    """Store values [HEADS, PART] as columns `begin` on of heads `first` on."""
+    # two of four lanes exchange 4 bytes, so that each has 8; Triton would do two such exchanges through shared memory
     stored: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [0, 64], [8, 0]], [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]], [], [64, 128],
@@ -270,7 +281,7 @@ def _warp_specialized(
     shrinks = gl.allocate_shared_memory(gl.float32, [BLOCKS, HEADS], plain)
     factors = gl.allocate_shared_memory(gl.float32, [HEADS], plain)
     ends = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
-    # a copy is told of by each thread, all else by one for all
+    # every thread signals its copies; for everything else one thread signals for all
     query_filled, query_freed = ring(1, THREADS, 1)
     part_filled, part_freed = ring(PARTS, THREADS, 1)
     filled, freed = ring(BLOCKS, 1, 2)

@@ -1,6 +1,4 @@
-"""Linears in Triton: few rows stream the weights (gemv.py, few_rows.py, swap_ab.py), many rows fill tiles
-(tiled.py).
-"""
+"""Linears in Triton: gemv.py, few_rows.py and swap_ab.py stream weights for few rows, tiled.py fills tiles for many."""
 
 from collections.abc import Sequence
 from types import ModuleType

@@ -29,9 +29,7 @@ ROWS = 16
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Return whether this module supports x [T, G, K] times the matrices of `weight`: bf16 with bf16 or FP8, whole
-    blocks.
-    """
+    """Return whether x [T, G, K] times the matrices of `weight` is supported: bf16 with bf16 or FP8, whole blocks."""
     tokens, groups, width = x.shape
     if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
         return False
@@ -256,8 +254,7 @@ def _operand(
 
 @triton.jit
 def _places(tokens, x_row, K: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
-    """Return the offsets of a step of eight tokens from the first token's, in the order of the threads that multiply
-    them.
+    """Return the offsets of a step of eight tokens from the first token, in the order of the threads that use them.
 
     The shape is [4 pieces * SPLITS * 8 tokens * 4 threads, 8 columns].
     """

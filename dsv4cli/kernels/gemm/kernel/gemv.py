@@ -255,8 +255,8 @@ def _product(
 def _tile(
     weight, scale, before, first, n, K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Load ROWS rows from `first` on of the n-row matrix that starts at row `before`, 0 beyond its end, and their
-    scales.
+    """Load ROWS rows from `first` on of the n-row matrix that starts at row `before`, and their scales; 0 beyond its
+    end.
 
     The scales are fp32: [COLUMNS / 128, 1] for FP8, [ROWS, COLUMNS / 32] for FP4.
     """

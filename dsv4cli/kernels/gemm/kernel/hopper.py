@@ -13,9 +13,7 @@ LEAST = 0.75
 
 
 def suits(codes: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether `warp_specialized` supports the product of codes [T, K] and weight [N, K] and is the fastest
-    for it.
-    """
+    """Return whether `warp_specialized` supports codes [T, K] times weight [N, K] and is the fastest kernel for it."""
     (tokens, width), features = codes.shape, weight.shape[0]
     if width % FP8_BLOCK or features % FP8_BLOCK or not takes_gluon(codes.device):
         return False

@@ -33,9 +33,7 @@ _MOST_SHARED = 1024
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether this module supports x [T, G, K] times the matrices of `weight`: bf16 with bf16 or FP8, whole
-    tiles.
-    """
+    """Return whether x [T, G, K] times the matrices of `weight` is supported: bf16 with bf16 or FP8, whole tiles."""
     if x.dtype != torch.bfloat16 or x.shape[0] > MOST:
         return False
     if weight.dtype not in ((torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)):

@@ -152,9 +152,7 @@ def _weights(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Load values [BN, BK] of a weight, as fp32 or as stored: columns from k on of the rows `row`, masked by
-    `inside`.
-    """
+    """Load values [BN, BK] of a weight, fp32 or as stored: of the rows `row` that are `inside`, columns from k on."""
     if not SCALED:
         values = _columns(weight, row, inside, k, K, BK)
     elif weight.dtype.element_ty == tl.int8:

@@ -44,8 +44,9 @@ def linear(
     y: torch.Tensor,
     blocks: int,
 ) -> None:
-    """Compute (codes * scale) @ dequantise(weight, weight_scale).T into y. blocks: of features in a tile, one or
-    two.
+    """Compute (codes * scale) @ dequantise(weight, weight_scale).T into y.
+
+    blocks: of features in a tile, one or two.
     """
     (tokens, width), features = codes.shape, weight.shape[0]
     tiles = cdiv(tokens, 2 * ROWS.value) * (features // (blocks * FEATURES.value))

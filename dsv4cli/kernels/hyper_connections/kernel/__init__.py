@@ -1,9 +1,9 @@
 """Hyper-connections in Triton: two launches, one over columns (mix, project), one over tokens (weights, collapse).
 
-The projection of all streams is a sum over N * D columns. The first launch spreads it over programs, each of which
-leaves its part of the sums and of the squares; the second adds the parts in a fixed order, so that results repeat.
-A few tokens take one launch, in which some programs do the work of the second; the first launch of many tokens is on
-Hopper that of `warp_specialized`.
+The projection of all streams is a sum over N * D columns. The first launch distributes it over programs, each of which
+stores its part of the sums and of the squares. The second adds the parts in a fixed order, so results are
+deterministic. Few tokens take one launch, in which some programs do the work of the second. On Hopper, the first launch
+of many tokens is `warp_specialized`.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ from dsv4cli.kernels.pdl import overlap_of_few
 from dsv4cli.kernels.rows import LONGEST, ROWS_EXACT, rows
 from dsv4cli.kernels.workspace import words
 
-# tokens whose post and comb one program of `weigh_and_collapse` computes, where their projections have few parts
+# tokens whose post and comb one program of `weigh_and_collapse` computes, if their projections have few parts
 WEIGHED_TOKENS = 8
-# tokens in a program from which on it pays to split the weights into bf16 parts beforehand
+# fewest tokens of a program for which splitting the weights into bf16 parts in advance is faster
 SPLIT_TOKENS = 64
 
 
 class SublayerOutput(NamedTuple):
-    """What mixes streams: x [T, D], post [T, N], comb [T, N, N]."""
+    """A sublayer's output and the weights that mix it into the streams: x [T, D], post [T, N], comb [T, N, N]."""
 
     x: torch.Tensor
     post: torch.Tensor
@@ -37,7 +37,7 @@ class SublayerOutput(NamedTuple):
 
 
 class FusedConnectTiles(NamedTuple):
-    """What a program that projects takes where there is one launch: tokens, 0 for one and one stream; columns."""
+    """Tokens, columns and warps of a projecting program in the single launch. tokens 0: one token and one stream."""
 
     tokens: int
     block: int
@@ -45,12 +45,15 @@ class FusedConnectTiles(NamedTuple):
 
 
 def fused_tiles(count: int) -> FusedConnectTiles:
-    """Measured on an H200 at a width of 4096: eight tokens take as long either way, and are added up as one is."""
+    """Return the tiles of the single launch, measured on an H200 at a width of 4096.
+
+    Eight tokens take the same time either way, and are summed in the order of a single token.
+    """
     return FusedConnectTiles(0, 128, 8) if count <= ROWS_EXACT else FusedConnectTiles(16, 32, 8)
 
 
 class ProjectTiles(NamedTuple):
-    """What a program of the first launch of two takes: tokens; columns, in all and in a step."""
+    """Tokens, columns in all and per step (block), warps and stages of a program of the first of two launches."""
 
     tokens: int
     columns: int
@@ -60,7 +63,7 @@ class ProjectTiles(NamedTuple):
 
 
 def project_tiles(count: int, width: int, projected: bool, device: torch.device) -> ProjectTiles:
-    """Measured on an H200 at a width of 4096."""
+    """Return the tiles of the first of two launches, measured on an H200 at a width of 4096."""
     if not projected:
         return ProjectTiles(1, 1024, 1024, 4, 1)
     for most, tile in (
@@ -72,7 +75,7 @@ def project_tiles(count: int, width: int, projected: bool, device: torch.device)
             return tile
     # as many programs as multiprocessors, or a little fewer
     share = min(width * cdiv(count, 64) // 128, width)
-    # a step: bf16 of four streams and an output for 64 tokens, four times 32 rows of weights for each stream
+    # bytes of a stage: bf16 of four streams and an output for 64 tokens, and four times 32 rows of weights per stream
     return ProjectTiles(64, cdiv(share, 32) * 32, 32, 8, stages_that_fit(device, 4, 52 << 10))
 
 
@@ -105,9 +108,9 @@ def connect_head(streams: torch.Tensor, connection: Connection) -> torch.Tensor:
 def _connected(
     streams: torch.Tensor, output: SublayerOutput | None, connection: Connection, norm: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The streams, mixed with a sublayer's output or as they are; collapsed, and normed; post and comb.
+    """Return the streams, the collapsed streams, post and comb.
 
-    norm: the weight of the norm, None without one.
+    The streams are mixed with `output` if there is one, the collapsed streams normed if there is a norm (its weight).
     """
     _check(streams)
     mixed = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device) if output else streams
@@ -131,9 +134,9 @@ def _fused(
     x, old_post, old_comb = output or (streams[:, 0], base, base)
     given, options = rows(x), overlap_of_few(streams, count)
     left = words(streams.device, 2, FEW, splits, slots)
-    parts = max(next_power_of_2(splits), 32 * tile.warps // slots)  # a word of `take` for each thread
+    parts = max(next_power_of_2(splits), 32 * tile.warps // slots)  # at least one word of `take` per thread
     if output and options["OVERLAP"] and tile.tokens == 0 and count > 1 and width <= 4096:
-        options["maxnreg"] = 128  # two programs a multiprocessor; wider streams would spill
+        options["maxnreg"] = 128  # two programs per multiprocessor; wider streams would spill
     if count:
         projecting, weighing = splits * (1 if tile.tokens else count), count if iterations else 0
         fused_connect[(projecting + weighing + count,)](
@@ -148,7 +151,7 @@ def _fused(
 
 
 def _results(streams: torch.Tensor, iterations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For the collapsed streams, post and comb; the latter empty without iterations."""
+    """Allocate the collapsed streams, post and comb; the last two are empty without iterations."""
     count, number, width = streams.shape
     weighed = count if iterations else 0
     post = streams.new_empty(weighed, number, dtype=torch.float32)
@@ -162,9 +165,9 @@ def _sweep(
     output: SublayerOutput | None,
     mixed: torch.Tensor,
 ) -> torch.Tensor:
-    """Projects the streams, mixed with a sublayer's output and left in `mixed`, or as they are.
+    """Project the streams; if there is an output, mix it in first and store the streams in `mixed`.
 
-    Returns fp32 [splits, T, S]: rows of fn, then the sum of squares, in S >= rows + 1 places.
+    Returns fp32 [splits, T, S]: rows of fn, then the sum of squares, with S >= rows + 1.
     """
     count, number, width = streams.shape
     lines = 0 if fn is None else len(fn)
@@ -188,7 +191,7 @@ def _sweep(
 
 
 def _split(fn: torch.Tensor) -> torch.Tensor:
-    """fp32 as bf16 [3, ...], parts of a sum."""
+    """Split fp32 into three bf16 numbers whose sum it is: [3, ...]."""
     parts = fn.new_empty(3, *fn.shape, dtype=torch.bfloat16)
     split_weights[(cdiv(fn.numel(), 1024),)](fn, parts, fn.numel(), 1024, num_warps=4)
     return parts
@@ -206,7 +209,7 @@ def _check(streams: torch.Tensor) -> None:
 def _collapsed(
     streams: torch.Tensor, parts: torch.Tensor, connection: Connection, weight: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The collapsed streams, normed where there is a weight; post and comb."""
+    """Return the collapsed streams, normed if there is a weight; post; and comb."""
     (count, number, width), base, iterations = streams.shape, connection.base, connection.iterations
     x, post, comb = _results(streams, iterations)
     tokens = 1 if len(parts) > 8 else WEIGHED_TOKENS

@@ -1,4 +1,4 @@
-"""The second launch of hyper-connections: the weights post and comb of some tokens, or one token collapsed."""
+"""The second launch of hyper-connections: computes post and comb of some tokens, or collapses one token."""
 
 import triton
 import triton.language as tl
@@ -11,10 +11,10 @@ from dsv4cli.kernels.pdl import wait_for_inputs
 
 @triton.jit
 def load_scales(scale, base, N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr):
-    """The factors of rows FIRST to LAST - 1 of the projection, and what is added."""
+    """Load the scale and base of rows FIRST to LAST - 1 of the projection."""
     factors, added = (), ()
     for i in tl.static_range(FIRST, LAST):
-        # a number for pre, for post and for comb
+        # one scale each for pre, post and comb
         factors += (tl.load(scale + (i // N if i < 2 * N else 2)),)
         added += (tl.load(base + i),)
     return factors, added
@@ -24,7 +24,7 @@ def load_scales(scale, base, N: tl.constexpr, FIRST: tl.constexpr, LAST: tl.cons
 def logits_of(
     sums, scales, norm_eps, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr
 ):  # fmt: skip
-    """The logits of tokens, each [TOKENS, 1], from the sums [TOKENS, SLOTS], for the rows that the scales belong to."""
+    """Return the tokens' logits, each [TOKENS, 1], from the sums [TOKENS, SLOTS], for the rows of these scales."""
     numbers, result = _columns_of(sums), ()
     inverse = tl.rsqrt(numbers[ROWS] * (1.0 / (N * WIDTH)) + norm_eps)
     for i in tl.static_range(len(scales[0])):
@@ -34,7 +34,7 @@ def logits_of(
 
 @triton.jit
 def _columns_of(values):
-    """The columns of values [n, a power of two], each [n, 1]: a thread has all of a row."""
+    """Return the columns of values [n, a power of two], each [n, 1]. A thread holds a whole row."""
     columns = (values,)
     for _ in tl.static_range(16):
         if columns[0].shape[1] > 1:
@@ -49,7 +49,7 @@ def _columns_of(values):
 
 @triton.jit
 def _softmax(logits, eps, N: tl.constexpr):
-    """Rows of N of these numbers: exp(x) / sum + eps."""
+    """Return exp(x) / sum + eps for rows of N of these numbers."""
     result = ()
     for j in tl.static_range(N):
         largest, powers = logits[j * N], ()
@@ -66,7 +66,7 @@ def _softmax(logits, eps, N: tl.constexpr):
 
 @triton.jit
 def _inverses(numbers):
-    """1 / x of positive numbers, of two at once: inverse roots take one instruction where divisions take ten."""
+    """Return 1 / x of positive numbers, two at a time: an inverse root takes one instruction, a division ten."""
     result = ()
     if len(numbers) == 1:
         result = (1.0 / numbers[0],)
@@ -79,7 +79,7 @@ def _inverses(numbers):
 
 @triton.jit
 def _pass(matrix, factors, before, eps, LINE: tl.constexpr, PLACE: tl.constexpr):
-    """Sums over a row or a column of the matrix times factors, and eps times the sums before."""
+    """Return the sums over each row or column of the matrix times factors, plus eps times the sums before."""
     sums = ()
     for j in tl.static_range(len(factors)):
         total = before[j] * eps
@@ -91,10 +91,11 @@ def _pass(matrix, factors, before, eps, LINE: tl.constexpr, PLACE: tl.constexpr)
 
 @triton.jit
 def _sinkhorn(matrix, eps, ITERATIONS: tl.constexpr, N: tl.constexpr):
-    """The numbers, row by row, of a matrix M with normed rows; its columns and rows normed in turn, columns last.
+    """Normalize columns and rows of a matrix M in turn, columns last. The rows are already normalized.
 
-    What comes out is u_j * M_jk * v_k. A pass over rows divides u_j by u_j * sum_k(M_jk * v_k) + eps: it takes the
-    inverse 1 / u_j to sum_k(M_jk * v_k) + eps / u_j. So each pass is N sums of products and N reciprocals.
+    matrix: the numbers of M row by row. The result is u_j * M_jk * v_k. A pass over rows divides u_j by u_j *
+    sum_k(M_jk * v_k) + eps: it changes the inverse 1 / u_j to sum_k(M_jk * v_k) + eps / u_j. So each pass is N sums of
+    products and N reciprocals.
     """
     rows, result = (), ()
     for _ in tl.static_range(N):
@@ -114,7 +115,7 @@ def _sinkhorn(matrix, eps, ITERATIONS: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def store_weights(logits, token, post, comb, count, hc_eps, ITERATIONS: tl.constexpr, N: tl.constexpr):
-    """post and comb of tokens [TOKENS, 1] from their logits."""
+    """Compute post and comb of tokens [TOKENS, 1] from their logits, and store them."""
     combs = ()
     for k in tl.static_range(N):
         tl.store(post + token * N + k, 2 * tl.sigmoid(logits[k]), token < count)
@@ -129,7 +130,7 @@ def store_weights(logits, token, post, comb, count, hc_eps, ITERATIONS: tl.const
 def collapsed(
     streams, logits, factor, hc_eps, norm_eps, N: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a token's streams, each [1, COLUMNS], with the weights pre, and its norm, times factor."""
+    """Return the sum of a token's streams, each [1, COLUMNS], weighted by pre; with NORM, its norm times factor."""
     x = tl.zeros(streams[0].shape, tl.float32)
     for k in tl.static_range(N):
         x += (tl.sigmoid(logits[k]) + hc_eps) * streams[k].to(tl.float32)
@@ -141,7 +142,7 @@ def collapsed(
 
 @triton.jit
 def _added_up(parts, token, count, splits, SLOTS: tl.constexpr, PARTS: tl.constexpr):
-    """The sums of tokens [TOKENS, 1] over their parts: [TOKENS, SLOTS]."""
+    """Return the sums over the parts of tokens [TOKENS, 1]: [TOKENS, SLOTS]."""
     split = tl.arange(0, PARTS)[:, None, None]
     place = parts + (split * count.to(tl.int64) + token[None]) * SLOTS + tl.arange(0, SLOTS)[None, None]
     return tl.sum(tl.load(place, (split < splits) & (token < count)[None], other=0.0), 0)
@@ -153,7 +154,7 @@ def _weigh(
     ITERATIONS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     PARTS: tl.constexpr, TOKENS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of TOKENS tokens."""
+    """Compute and store post and comb of TOKENS tokens."""
     token = program * TOKENS + tl.arange(0, TOKENS)[:, None]
     scales = load_scales(scale, base, N, N, ROWS)
     wait_for_inputs(OVERLAP)
@@ -168,7 +169,7 @@ def _collapse(
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token's streams collapsed and normed."""
+    """Collapse one token's streams, apply the norm if NORM, and store the result."""
     token, column = token + tl.arange(0, 1)[:, None], tl.arange(0, COLUMNS)[None]
     inside, scales = column < WIDTH, load_scales(scale, base, N, 0, N)
     factor = tl.load(weight + column, inside, other=0.0).to(tl.float32) if NORM else 1.0

@@ -1,4 +1,4 @@
-"""Hyper-connections of a few tokens in one launch: some programs project, others take what those leave them."""
+"""Hyper-connections of few tokens in one launch: some programs project, and others wait for their sums."""
 
 import triton
 import triton.language as tl
@@ -16,7 +16,7 @@ from dsv4cli.kernels.hyper_connections.kernel.project import (
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
-# tokens that one launch takes: one tile of tensor cores
+# most tokens of the single launch: one tile of tensor cores
 FEW = 16
 _FEW = tl.constexpr(FEW)
 
@@ -26,7 +26,7 @@ def _stream_of_one(
     x, streams, post, comb, token, k, column, inside, x_stride, token_stride, stream_stride,
     N: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """Stream k of a token at columns [1, BLOCK]: after a sublayer's output x, or as it is."""
+    """Return stream k of a token at columns [1, BLOCK]; with MIX, after the sublayer's output x."""
     if MIX:
         added = tl.load(x + token * x_stride + column, inside, other=0.0).to(tl.float32)
         values = tl.load(post + token * N + k) * added
@@ -46,7 +46,7 @@ def _of_one(
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, MIX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of one stream of one token, so that as many programs as possible read the weights."""
+    """Project BLOCK columns of one stream of one token, so that as many programs as possible read the weights."""
     token, k = program // SPLITS, program % N
     row, column = tl.arange(0, SLOTS)[:, None], program % SPLITS // N * BLOCK + tl.arange(0, BLOCK)[None]
     inside = column < WIDTH
@@ -68,7 +68,7 @@ def _of_few(
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, MIX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK columns of all streams of all tokens."""
+    """Project BLOCK columns of all streams of all tokens."""
     token, column = tl.arange(0, TOKENS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
     inside = (token < count) & (column < WIDTH)
     weights = load_weights(fn, column, N, WIDTH, ROWS, SLOTS, 1)
@@ -87,7 +87,7 @@ def _of_few(
 
 @triton.jit
 def _taken(parts, SLOTS: tl.constexpr, SPLITS: tl.constexpr, PARTS: tl.constexpr):
-    """The sums over the parts of one token: [1, SLOTS]."""
+    """Wait for the parts of one token and return their sums: [1, SLOTS]."""
     split = tl.arange(0, PARTS)[:, None]
     return tl.sum(take(parts + split * SLOTS + tl.arange(0, SLOTS)[None], split < SPLITS), 0)[None]
 
@@ -98,7 +98,7 @@ def _weigh(
     ITERATIONS: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
     SPLITS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """post and comb of one token."""
+    """Compute and store post and comb of one token."""
     scales = load_scales(scale, base, N, N, ROWS)
     wait_for_inputs(OVERLAP)
     logits = logits_of(_taken(parts, SLOTS, SPLITS, PARTS), scales, norm_eps, N, WIDTH, ROWS, N)
@@ -112,7 +112,7 @@ def _collapse(
     N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, SPLITS: tl.constexpr,
     PARTS: tl.constexpr, COLUMNS: tl.constexpr, MIX: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token's streams, mixed here once more, collapsed and normed."""
+    """Collapse one token's streams, mixed again here, apply the norm if NORM, and store the result."""
     token, column = token + tl.arange(0, 1)[:, None], tl.arange(0, COLUMNS)[None]
     inside, scales = column < WIDTH, load_scales(scale, base, N, 0, N)
     factor = tl.load(weight + column, inside, other=0.0).to(tl.float32) if NORM else 1.0

@@ -1,20 +1,22 @@
-"""Which streams `warp_specialized` mixes and projects: its Gluon is imported where it is used."""
+"""Selects the streams for `warp_specialized`, which needs Gluon and is imported only when used."""
 
 import torch
 
 from dsv4cli.kernels.card import multiprocessors
 from dsv4cli.kernels.launch import cdiv, takes_gluon
 
-# what a program of `warp_specialized` takes: streams, tokens, columns at a time; places for sums, of which one is left
+# what a program of `warp_specialized` computes: streams, tokens, columns at a time, places for sums (one stays free)
 STREAMS, TOKENS, COLUMNS, PLACES = 4, 128, 32, 32
-# the fewest tokens that it pays for; the most parts of their columns; steps that a program's first loads and last
-# stores take as long as
+# fewest tokens for which it is faster; most parts of the columns; the time of a program's first loads and last stores,
+# in steps
 FEWEST, MOST_SPLITS, START = 1024, 16, 4
 
 
 def suits(x: torch.Tensor, streams: torch.Tensor, lines: int) -> bool:
-    """Whether `warp_specialized` mixes x [T, D], rows of consecutive columns, into streams [T, N, D] and projects them
-    on so many lines."""
+    """Return whether `warp_specialized` supports x [T, D] and streams [T, N, D], projected to this many lines.
+
+    x: rows of consecutive columns.
+    """
     count, number, width = streams.shape
     if x.dtype != torch.bfloat16 or streams.dtype != torch.bfloat16 or count < FEWEST or number != STREAMS:
         return False
@@ -25,8 +27,10 @@ def suits(x: torch.Tensor, streams: torch.Tensor, lines: int) -> bool:
 
 
 def splits(count: int, width: int, device: torch.device) -> int:
-    """Into how many parts columns are split: as many as take the fewest steps one after another, START in each round
-    of programs included."""
+    """Return the number of parts of the columns that takes the fewest sequential steps.
+
+    Each round of programs adds START steps.
+    """
     tiles, number, steps = cdiv(count, TOKENS), multiprocessors(device), width // COLUMNS
     return min(range(1, MOST_SPLITS + 1), key=lambda parts: cdiv(tiles * parts, number) * (cdiv(steps, parts) + START))
 
@@ -39,7 +43,7 @@ def mixed_and_projected(
     weights: torch.Tensor,
     mixed: torch.Tensor,
 ) -> torch.Tensor:
-    """Into mixed, as `warp_specialized.mixed_and_projected`; returns the parts."""
+    """Run `warp_specialized.mixed_and_projected` into `mixed`, and return the parts."""
     from dsv4cli.kernels.hyper_connections.kernel import warp_specialized
 
     count, _, width = streams.shape

@@ -1,4 +1,4 @@
-"""The first launch of hyper-connections: streams are mixed, and parts of their projection added up."""
+"""The first launch of hyper-connections: mixes streams and sums parts of their projection."""
 
 import triton
 import triton.language as tl
@@ -14,7 +14,7 @@ def split_weights(
     count: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """fp32 as a sum of three bf16 parts, 3 * 8 bits: exact, so that products with bf16 are."""
+    """Split fp32 into a sum of three bf16 parts of 8 bits each. This is exact, so products with bf16 are exact too."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rest = tl.load(fn + place, place < count, other=0.0)
     for part in tl.static_range(3):
@@ -25,10 +25,10 @@ def split_weights(
 
 @triton.jit
 def _project(fn, values, sums):
-    """sums [M, TOKENS] + weights @ values [TOKENS, BLOCK].T in fp32.
+    """Return sums [M, TOKENS] + weights @ values [TOKENS, BLOCK].T in fp32.
 
-    fn: the weights [M, BLOCK] in the values' dtype, or fp32 [M / 4, BLOCK] for bf16 values: then they are split here,
-    into three bf16 parts and nothing, below each other.
+    fn: the weights [M, BLOCK] in the values' dtype, or fp32 [M / 4, BLOCK] for bf16 values. The latter are split here
+    into three bf16 parts and zeros, stacked.
     """
     if fn.dtype != values.dtype:
         high = fn.to(tl.bfloat16)
@@ -44,7 +44,7 @@ def _project(fn, values, sums):
 def load_weights(
     fn, column, N: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """For each stream the weights of its columns, [PARTS * SLOTS, BLOCK]; fn [1 or 3, ROWS, N * WIDTH]."""
+    """Load each stream's weights for these columns, [PARTS * SLOTS, BLOCK]. fn: [1 or 3, ROWS, N * WIDTH]."""
     row, weights = tl.arange(0, PARTS * SLOTS)[:, None], ()
     part, slot = row // SLOTS, row % SLOTS
     inside = (slot < ROWS) & (part < 3) & (column < WIDTH)
@@ -56,7 +56,7 @@ def load_weights(
 
 @triton.jit
 def load_shares(post, comb, token, count, N: tl.constexpr):
-    """post and comb of the tokens [TOKENS, 1], each number [TOKENS, 1]."""
+    """Load post and comb of the tokens [TOKENS, 1], each number as [TOKENS, 1]."""
     posts, combs = (), ()
     for k in tl.static_range(N):
         posts += (tl.load(post + token * N + k, token < count, other=0.0),)
@@ -67,12 +67,12 @@ def load_shares(post, comb, token, count, N: tl.constexpr):
 
 @triton.jit
 def mix(sources, added, posts, combs, N: tl.constexpr):
-    """The streams after a sublayer's output `added`, fp32, in the dtype of the sources."""
+    """Return the streams after a sublayer's output `added` (fp32), in the dtype of the sources."""
     mixed = ()
     for k in tl.static_range(N):
         total = posts[k] * added
         for j in tl.static_range(N):
-            # explicit, or compilers choose which of the first two products is rounded, and steps differ from posts
+            # explicit fma: else the compiler chooses which product to round, and post_pre differs from connect_post
             total = tl.fma(tl.broadcast_to(combs[j * N + k], total.shape), sources[j].to(tl.float32), total)
         mixed += (total.to(sources[k].dtype),)
     return mixed
@@ -82,7 +82,7 @@ def mix(sources, added, posts, combs, N: tl.constexpr):
 def load_sources(
     x, streams, token, column, inside, x_stride, token_stride, stream_stride, N: tl.constexpr, MIX: tl.constexpr,
 ):  # fmt: skip
-    """Of tokens [TOKENS, 1], at these columns: each stream, and in fp32 a sublayer's output that is to be mixed in."""
+    """Load each stream of tokens [TOKENS, 1] at these columns and, if MIX, the sublayer's output in fp32."""
     sources = ()
     for j in tl.static_range(N):
         source = streams + token * token_stride + j * stream_stride + column
@@ -93,7 +93,7 @@ def load_sources(
 
 @triton.jit
 def project(weights, sources, sums, squares, N: tl.constexpr):
-    """sums [M, TOKENS] and squares [TOKENS, BLOCK] with what these columns of each stream add."""
+    """Add these columns of each stream to sums [M, TOKENS] and squares [TOKENS, BLOCK]."""
     for k in tl.static_range(N):
         squares += sources[k].to(tl.float32) * sources[k].to(tl.float32)
         sums = _project(weights[k], sources[k], sums)
@@ -102,7 +102,7 @@ def project(weights, sources, sums, squares, N: tl.constexpr):
 
 @triton.jit
 def as_parts(sums, squares, ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """[TOKENS, SLOTS]: the sums of the rows of fn, then that of the squares."""
+    """Return [TOKENS, SLOTS]: the sums of the rows of fn, then the sum of the squares."""
     M: tl.constexpr = sums.shape[0]
     sums = tl.trans(tl.sum(tl.reshape(sums, [M // SLOTS, SLOTS, sums.shape[1]]), 0))
     return tl.where(tl.arange(0, SLOTS)[None] == ROWS, tl.sum(squares, 1)[:, None], sums)
@@ -142,7 +142,7 @@ def mix_and_project(
     for start in range(0, columns, BLOCK):
         column = first + start + tl.arange(0, BLOCK)[None]
         inside = (token < count) & (column < WIDTH)
-        # all that a step needs is asked for before anything is used
+        # load everything that a step needs before using any of it
         sources, added = load_sources(x, streams, token, column, inside, x_stride, token_stride, stream_stride, N, MIX)
         if ROWS > 0:
             weights = load_weights(fn, column, N, WIDTH, ROWS, SLOTS, PARTS)

@@ -1,9 +1,9 @@
-"""Streams of many tokens mixed and projected on Hopper: loads, mixing, tensor cores and stores overlap.
+"""Mixing and projection of many tokens' streams on Hopper: loads, mixing, tensor cores and stores overlap.
 
-A program takes 128 tokens and some columns of each stream. One of its warps brings 32 columns after the other into a
-ring in shared memory; four warps mix and project the upper 64 tokens, four the lower, in registers that tensor cores
-read. Triton gives warps no work of their own: this is its Gluon, which its interpreter does not take. What is mixed has
-the bits of `mix_and_project`.
+A program computes 128 tokens and some columns of each stream. One of its warps loads 32 columns after another into a
+ring buffer in shared memory. Four warps mix and project the upper 64 tokens and four the lower, in registers, which
+tensor cores read. Triton cannot specialize warps, so this is written in Gluon, which Triton's interpreter does not
+support. The mixed streams are bit-identical to those of `mix_and_project`.
 """
 
 import torch
@@ -24,9 +24,9 @@ from dsv4cli.kernels.launch import cdiv
 # streams; tokens of four warps; columns at a time; places for the sums of a token; parts of a weight
 STREAMS, TOKENS, COLUMNS = gl.constexpr(4), gl.constexpr(64), gl.constexpr(32)
 PLACES, PARTS = gl.constexpr(32), gl.constexpr(3)
-# steps in shared memory, 64 KiB each, beside 32 of what is stored
+# steps in shared memory, 64 KiB each, plus 32 KiB for results
 SLOTS = gl.constexpr(3)
-# registers of a thread that mixes and of one that brings: the four warps that launch have the rest of 504
+# registers per thread of warps that mix and of the warp that loads; the four default warps get the rest of 504
 MIXING, BRINGING = gl.constexpr(232), gl.constexpr(40)
 
 
@@ -39,7 +39,10 @@ def mixed_and_projected(
     mixed: torch.Tensor,
     parts: torch.Tensor,
 ) -> None:
-    """Into mixed [T, 4, D] and parts [splits, T, 32], as `mix_and_project`; x [T, D], weights bf16 [3, rows, 4 * D]."""
+    """Compute `mixed` and parts [splits, T, 32] as `mix_and_project` does.
+
+    x: [T, D]; weights: bf16 [3, rows, 4 * D].
+    """
     (count, _, width), (splits, _, _), (_, lines, _) = streams.shape, parts.shape, weights.shape
     block = (TOKENS.value, COLUMNS.value)
     steps = width // COLUMNS.value
@@ -52,7 +55,7 @@ def mixed_and_projected(
 
 @gluon.jit
 def _bring(x, streams, fn, xs, sources, weights, filled, freed, width, begin, end, ROWS: gl.constexpr):
-    """Brings 32 columns of each stream, of what is mixed in and of weights into shared memory, one after another."""
+    """Load 32 columns of each stream, of x and of the weights into shared memory, one step after another."""
     token = gl.program_id(0) * (2 * TOKENS)
     for step in range(begin, end):
         number, column = step - begin, step * COLUMNS
@@ -68,14 +71,14 @@ def _bring(x, streams, fn, xs, sources, weights, filled, freed, width, begin, en
                 tma.async_copy_global_to_shared(streams, [first, j * width + column], told, found)
         for k in gl.static_range(STREAMS):
             for part in gl.static_range(PARTS):
-                # what comes behind a part's rows is the next part, and is not looked at
+                # rows beyond a part's end are from the next part, and are not used
                 found = weights.index((slot * STREAMS + k) * PARTS + part)
                 tma.async_copy_global_to_shared(fn, [part * ROWS, k * width + column], told, found)
 
 
 @gluon.jit
 def _shares(shares, token, count, NUMBER: gl.constexpr):
-    """So many numbers of each token, each [TOKENS, 1]."""
+    """Load NUMBER numbers of each token, each as [TOKENS, 1]."""
     result = ()
     for i in gl.static_range(NUMBER):
         result += (gl.expand_dims(gl.load(shares + token * NUMBER + i, token < count, other=0.0), 1),)
@@ -84,12 +87,12 @@ def _shares(shares, token, count, NUMBER: gl.constexpr):
 
 @gluon.jit
 def _mixed(sources, added, posts, combs, K: gl.constexpr):
-    """Stream K after a sublayer's output `added`, as `project.mix` has it."""
+    """Return stream K after a sublayer's output `added`, as `project.mix` does."""
     total = posts[K] * added
     for j in gl.static_range(STREAMS):
         share = gl.broadcast(combs[j * STREAMS + K], total)[0]
         total = gl.fma(share, sources[j], total)
-    # two at once: one by one, as the compiler would round them, takes eight times as long
+    # two values at a time: the compiler would round them one by one, which takes eight times as long
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [total], dtype=gl.bfloat16, is_pure=True, pack=2
     )
@@ -100,7 +103,7 @@ def _mix(
     post, comb, mixed, parts, xs, sources, weights, outs, filled, freed, count, width, begin, end,
     HALF: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Mixes and projects the upper half of the program's tokens (0) or the lower (1)."""
+    """Mix and project the upper half of the program's tokens (HALF 0) or the lower (1)."""
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, tile, 2)
     first = gl.program_id(0) * (2 * TOKENS) + HALF * TOKENS
@@ -115,7 +118,7 @@ def _mix(
         added, given = xs.index(2 * slot + HALF).load(tile).to(gl.float32), ()
         for j in gl.static_range(STREAMS):
             given += (sources.index((2 * slot + HALF) * STREAMS + j).load(tile).to(gl.float32),)
-        # what the step before stored has been read
+        # until the previous step's results have been read from shared memory
         tma.store_wait(0)
         for k in gl.static_range(STREAMS):
             values = _mixed(given, added, posts, combs, k)
@@ -158,7 +161,7 @@ def _warp_specialized(
     sources = gl.allocate_shared_memory(gl.bfloat16, [2 * SLOTS * STREAMS, TOKENS, COLUMNS], streams.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [SLOTS * STREAMS * PARTS, PLACES, COLUMNS], fn.layout)
     outs = gl.allocate_shared_memory(gl.bfloat16, [2 * STREAMS, TOKENS, COLUMNS], mixed.layout)
-    # copies tell of themselves when one thread has said how many bytes come
+    # copies arrive by themselves after one thread has announced the number of bytes
     filled, freed = ring(SLOTS, 1, 2)
     begin = gl.program_id(1) * share
     end = gl.minimum(begin + share, steps)
