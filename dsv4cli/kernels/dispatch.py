@@ -53,7 +53,7 @@ def choose(x: torch.Tensor, reference: ModuleType) -> ModuleType:
     if backend == "torch" or (backend == "auto" and x.device.type != "cuda"):
         return reference
     if x.requires_grad and torch.is_grad_enabled():
-        raise KernelUnsupported("the Triton kernels have no gradients, and one is recorded here")
+        raise KernelUnsupported("the Triton kernels have no gradients, and autograd records this call")
     if x.device.type != "cuda" and not _interpreted():
         raise KernelUnsupported(f"the Triton kernels need a GPU, and a tensor is on {x.device}", "use --backend auto")
     return _kernels(reference.__package__)

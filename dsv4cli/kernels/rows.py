@@ -51,16 +51,16 @@ def rows(x: torch.Tensor) -> torch.Tensor:
     and if no such view exists.
     """
     if x.dtype not in (torch.bfloat16, torch.float32):
-        raise KernelUnsupported(f"this Triton kernel takes bf16 or fp32, not {x.dtype}")
+        raise KernelUnsupported(f"this Triton kernel supports bf16 and fp32, not {x.dtype}")
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise KernelUnsupported(f"this Triton kernel takes consecutive columns, not strides {x.stride()}")
+        raise KernelUnsupported(f"this Triton kernel requires consecutive columns, not strides {x.stride()}")
     if x.ndim == 2:
         return x
     try:
         return x.view(x.shape[:-1].numel(), x.shape[-1])
     except RuntimeError:
         raise KernelUnsupported(
-            f"this Triton kernel takes evenly spaced rows, not shape {tuple(x.shape)} with strides {x.stride()}"
+            f"this Triton kernel requires evenly spaced rows, not shape {tuple(x.shape)} with strides {x.stride()}"
         ) from None
 
 
@@ -75,6 +75,6 @@ class RowTiles(NamedTuple):
 def tile(width: int) -> RowTiles:
     """Return the tiles for rows of this width. Raises KernelUnsupported for rows longer than LONGEST."""
     if width > LONGEST:
-        raise KernelUnsupported(f"this Triton kernel takes rows of up to {LONGEST} values, not {width}")
+        raise KernelUnsupported(f"this Triton kernel supports rows of up to {LONGEST} values, not {width}")
     columns = 1 << (width - 1).bit_length()
     return RowTiles(max(1, TILE // columns), columns, 4 if columns <= 2 * TILE else 8)

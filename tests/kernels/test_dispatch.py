@@ -63,8 +63,8 @@ REFUSED = {
     "a long row": (lambda: rms_norm(torch.ones(1, 16_385), torch.ones(16_385), 1e-6), "up to 16384 values, not 16385"),
     "an odd row": (lambda: rotate(torch.ones(1, 5), torch.ones(1, 1, dtype=torch.complex64)), "whole pairs"),
     "turns apart": (lambda: rotate(torch.ones(3, 8), torch.ones(2, 3, dtype=torch.complex64).T), "consecutive turns"),
-    "a block of 48": (lambda: fp8_round(torch.ones(1, 96), 48), "not of 48"),
-    "half a block": (lambda: fp4_round(torch.ones(1, 48), 32), "divides 48 columns, not of 32"),
+    "a block of 48": (lambda: fp8_round(torch.ones(1, 96), 48), "not 48"),
+    "half a block": (lambda: fp4_round(torch.ones(1, 48), 32), "divides 48 columns, not 32"),
     "no power of two": (lambda: hadamard(torch.ones(1, 48)), "not 48"),
 }
 

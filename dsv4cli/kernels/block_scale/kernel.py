@@ -66,7 +66,7 @@ def _blocks(x: torch.Tensor, block: int) -> torch.Tensor:
     """Return x as rows. Raises KernelUnsupported unless `block` is a power of two that divides the columns."""
     if block & (block - 1) or x.shape[-1] % block:
         raise KernelUnsupported(
-            f"the Triton rounding takes blocks of a power of two that divides {x.shape[-1]} columns, not of {block}"
+            f"the Triton rounding requires a power of two as block that divides {x.shape[-1]} columns, not {block}"
         )
     return rows(x)
 
@@ -222,7 +222,7 @@ def hadamard(x: torch.Tensor) -> torch.Tensor:
     given, y = rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     count, width = given.shape
     if width & (width - 1):
-        raise KernelUnsupported(f"a Hadamard rotation takes a power of two, not {width} columns")
+        raise KernelUnsupported(f"a Hadamard rotation requires a power of two, not {width} columns")
     per_program, _, warps = tile(width)
     if count:
         _hadamard[(cdiv(count, per_program),)](

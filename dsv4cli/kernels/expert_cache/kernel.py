@@ -45,7 +45,7 @@ def fetch(
 def _words(source: torch.Tensor, stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Return both tensors as rows of words, and the number of words in a row."""
     if not (source.is_contiguous() and stack.is_contiguous()):
-        raise KernelUnsupported("the Triton kernels copy experts between tensors without gaps")
+        raise KernelUnsupported("the Triton expert cache requires contiguous tensors")
     nbytes = stack[0].nbytes
     dtype = torch.int64 if nbytes % 8 == 0 else torch.uint8
     source, stack = (tensor.view(len(tensor), -1).view(torch.uint8).view(dtype) for tensor in (source, stack))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; limit 0 clamps nothing."""
+    """Return silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32. limit 0 clamps nothing."""
     gate, up = gate.float(), up.float()
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -42,13 +42,13 @@ def _routed(
     limit: float,
     round_inner: bool,
 ) -> torch.Tensor:
-    """The same of inputs that are rounded where they are to be."""
+    """Compute routed_experts of inputs that have already been rounded if they must be."""
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)  # pairs (token, place) by expert
     tokens, factors = order // experts.shape[1], routing.flatten()[order, None]
     counts = torch.bincount(chosen, minlength=weights.count).tolist()
     stacked = range(len(counts)) if weights.rows is None else weights.rows.tolist()
-    # what a token's first expert is added to: -0.0 + x has the bits of any x
+    # sums start at -0.0, because -0.0 + x has the bits of any x
     total, start = inputs.new_full(inputs.shape, -0.0, dtype=torch.float32), 0
     for expert, count in enumerate(counts):  # ascending, the order in which a token's experts are added
         if count:
@@ -82,7 +82,7 @@ def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round
 def _shared(
     x: torch.Tensor, rounded: torch.Tensor, weights: "ExpertWeights", limit: float, round_inner: bool
 ) -> torch.Tensor:
-    """The same of x for weights without a scale, of `rounded` for those with one."""
+    """Compute shared_expert; `rounded` is the input for weights with a scale, x for weights without one."""
     gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale, weights.w1_scale_2)
     up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale, weights.w3_scale_2)
     inner = gated(gate, up, limit).type_as(x)
@@ -101,7 +101,7 @@ def mixture(
     round_inputs: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    # the input of both is rounded once
+    # rounded once for the routed experts and the shared one
     rounded = _rounded(x, round_inputs, weights.w1_scale, shared.w1_scale, shared.w3_scale)
     round_routed = round_inputs and weights.w1_scale is not None
     routed = _routed(rounded if round_routed else x, weights, experts, routing, limit, round_routed)
@@ -109,6 +109,6 @@ def mixture(
 
 
 def _rounded(x: torch.Tensor, round_inputs: bool, *scales: torch.Tensor | None) -> torch.Tensor:
-    """x through fp8_round for weights with these scales; x where none has one."""
+    """Return fp8_round of x if a weight has one of these scales, otherwise x."""
     wanted = round_inputs and any(scale is not None for scale in scales)
     return block_scale.fp8_round(x, FP8_BLOCK) if wanted else x

@@ -127,7 +127,7 @@ def attended(
     given, o = rows(q), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     (tokens, heads, width), length = q.shape, index.shape[1]
     if width > LONGEST or width % 2:
-        raise KernelUnsupported(f"the Triton attention takes rows of pairs, up to {LONGEST} values, not {width}")
+        raise KernelUnsupported(f"the Triton attention requires rows of pairs, up to {LONGEST} values, not {width}")
     if not o.numel():
         return o
     columns = max(next_power_of_2(width), 32)

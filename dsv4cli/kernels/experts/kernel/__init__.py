@@ -1,4 +1,4 @@
-"""Gated experts in Triton: the ways that a call goes, by its tokens and by how the weights are stored."""
+"""Gated experts in Triton: selects the kernels by the number of tokens and the weights' format."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ from dsv4cli.kernels.rows import rows
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
-# up to so many tokens, weights are streamed for a few tokens of an expert at a time
+# most tokens for which `few_tokens` is used
 FEW = 64
-# which weights: of routed experts, and of the shared one; e8m0 scales come as bytes too
+# weights that `few_tokens` supports, with their scales, of routed experts and of the shared one; e8m0 may be bytes
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)
 ROUTED = {torch.int8: _E8M0, torch.uint8: (torch.float8_e4m3fn,)}
 SHARED = {torch.float8_e4m3fn: _E8M0}
@@ -65,7 +65,7 @@ def mixture(
     round_routed = round_inputs and weights.w1_scale is not None
     if _takes_few(x, weights, ROUTED):
         routed = routed_experts(x, weights, experts, routing, limit, round_routed)
-        # a sum in fp32, which the same launch rounds
+        # summed in fp32 and rounded in one launch
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
     outputs = many_tokens.routed_outputs(x, weights, experts, routing, limit, round_routed)
@@ -75,7 +75,10 @@ def mixture(
 def _takes_few(
     x: torch.Tensor, weights: "ExpertWeights", dtypes: Mapping[torch.dtype, Collection[torch.dtype]]
 ) -> bool:
-    """Whether `few_tokens` takes these tokens and weights. dtypes: of weights that it takes, and of their scales."""
+    """Return whether `few_tokens` supports these tokens and weights.
+
+    dtypes: the weights that it supports, each with the supported dtypes of its scales.
+    """
     matrices = (weights.w1, weights.w2, weights.w3)
     scales = (weights.w1_scale, weights.w2_scale, weights.w3_scale)
     widths = (x.shape[1], weights.w1.shape[-2])
@@ -94,7 +97,7 @@ def _takes_few(
 def _linears(
     x: torch.Tensor, stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], round_inputs: bool
 ) -> list[torch.Tensor]:
-    """x through each weight with its scale or None; rounded for those that have one."""
+    """Return x through each weight with its scale or None; with round_inputs, rounded for weights with a scale."""
     rounded = [(weight, scale) for weight, scale in stored if round_inputs and scale is not None]
     plain = [(weight, scale) for weight, scale in stored if not (round_inputs and scale is not None)]
     of_rounded, of_plain, _ = gemm.linears(x, rounded, plain, ())
@@ -111,7 +114,7 @@ def _nvfp4_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
-    """ref.gated, rounded once to dtype."""
+    """Return ref.gated, rounded once to dtype."""
     y = torch.empty(gate.shape, dtype=dtype, device=gate.device)
     count = y.numel()
     if count:

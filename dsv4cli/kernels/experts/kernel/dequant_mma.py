@@ -1,30 +1,30 @@
-"""Products of a few tokens with rows of FP4, NVFP4 or FP8 weights, decoded in registers.
+"""Products of a few tokens with rows of FP4, NVFP4 or FP8 weights, dequantized in registers.
 
-A thread of the tensor core's operand holds columns of one row; so that these are the 16 bytes it loads at once, the
-columns are taken in another order. Of each word of 2H codes (8 of FP4, 4 of FP8) codes j and j + H become one pair of
-bf16. `prepare.arranged` puts the inputs in the same order: of the 8H columns of 4 words, place [j, v, u, h] holds
-column [u, v, h, j] (H x 2 x 2 x 2, the last counted fastest; word 2u + v, code j or j + H).
+In the tensor core's operand a thread holds columns of one row. To make these the 16 bytes of a single load, the columns
+are permuted. From each word of 2H codes (8 of FP4, 4 of FP8), codes j and j + H become one pair of bf16.
+`prepare.arranged` permutes the inputs in the same way: of the 8H columns of 4 words, place [j, v, u, h] holds column
+[u, v, h, j] (H x 2 x 2 x 2, the last index fastest; word 2u + v, code j or j + H).
 
-Each warp of a program takes rows of its own, or where these are few a part of the columns, whose sums are added at the
-end. Weights go from memory to the
-registers that decode them, those of further steps while these are multiplied; `first_steps` begins, even before the
-inputs are there. (The compiler loads ahead within a pass of the loop, hardly from one pass to the next.) The order of
-a tensor's dimensions decides which thread loads what: the last one first, then from the left, lanes before warps.
-Four threads that share a row hold four blocks of 32 columns, each with its own scale. Their sums are kept apart: every
-token stands in four columns of the other operand, in each with only one of the blocks.
-NVFP4 differs in one thing: its scales, of 16 columns, multiply the codes instead of the sums, which is exact in bf16.
-They come eight to an int64, as those of FP4 four to an int32: by that type the functions below know them. Where they
-are powers of two, the same for both halves of 32 columns, every sum is that of FP4 times a power of two.
+Each warp of a program computes rows of its own or, if there are few rows, a part of the columns; then the sums are
+added at the end. Weights go from memory to the registers in which they are decoded, and those of later steps are loaded
+while earlier ones are multiplied; `first_steps` starts this even before the inputs are ready. (The compiler prefetches
+within a loop iteration, hardly across iterations.) The order of a tensor's dimensions determines which thread loads
+what: the last dimension first, then from the left, lanes before warps. Four threads that share a row hold four blocks
+of 32 columns, each with its own scale. Their sums are kept separate: every token has four columns of the other operand,
+each with only one of the blocks. NVFP4 differs in one respect: its scales, of 16 columns, multiply the codes instead of
+the sums, which is exact in bf16. They are stored eight to an int64, those of FP4 four to an int32; the functions below
+tell the formats apart by that type. If the scales are powers of two and equal for both halves of 32 columns, every sum
+is that of FP4 times a power of two.
 """
 
 import triton
 import triton.language as tl
 
-# the fewest tokens that a product takes: the eight columns of the tensor core, four of which a token fills with FP4
+# tokens of the smallest product: the tensor core has eight columns, and with FP4 a token needs four
 FP4_TOKENS, FP8_TOKENS = 2, 8
-# the fewest rows that a warp takes for itself, those of the tensor core's operand
+# fewest rows of a warp: those of the tensor core's operand
 FEWEST_ROWS = tl.constexpr(16)
-# codes become bf16 numbers with the exponent's bits as they are, far too small; inputs are as much larger
+# codes become bf16 numbers with unchanged exponent bits, far too small; inputs are scaled up to compensate
 INPUT_FACTOR = 2.0**64
 _FP4_FACTOR = tl.constexpr(2.0 ** (126 - 64))  # e2m1 has an exponent bias of 1, bf16 of 127
 _FP8_FACTOR = tl.constexpr(2.0 ** (120 - 64))  # e4m3 one of 7
@@ -33,7 +33,7 @@ _NVFP4_FACTOR = tl.constexpr(2.0 ** (126 - 7 - 64))  # see _e4m3_factors
 
 @triton.jit
 def _fp4_pairs(words, J: tl.constexpr):
-    """Codes J and J + 4 of each word as bf16 * 2 ** -126 in its halves: sign to bit 15, the rest to bits 8..6."""
+    """Return codes J and J + 4 of each word as bf16 * 2 ** -126 in its halves: sign in bit 15, rest in bits 8..6."""
     given = words >> 8 if J >= 2 else words  # one shift for two pairs
     bits = (given & 0x00F000F0) * 0x0104 if J % 2 else (given & 0x000F000F) * 0x1040
     return bits & -0x7E3F7E40
@@ -41,7 +41,7 @@ def _fp4_pairs(words, J: tl.constexpr):
 
 @triton.jit
 def _fp8_pairs(words, J: tl.constexpr):
-    """Codes J and J + 2 of each word as bf16 * 2 ** -120 in its halves: sign to bit 15, the rest to bits 10..4."""
+    """Return codes J and J + 2 of each word as bf16 * 2 ** -120 in its halves: sign in bit 15, rest in bits 10..4."""
     rest = words >> 4 if J == 1 else words << 4
     sign = words if J == 1 else words << 8
     return (rest & 0x07F007F0) | (sign & -0x7FFF8000)
@@ -49,8 +49,10 @@ def _fp8_pairs(words, J: tl.constexpr):
 
 @triton.jit
 def _e4m3_factors(scales):
-    """int64 [S, ROWS, 4], the eight e4m3 scales of 128 columns 4 times -> bf16 [S, ROWS, 16], of each word * 2 ** 7:
-    one multiplication gives no more."""
+    """Return each word's factor * 2 ** 7, bf16 [S, ROWS, 16]; one multiplication cannot scale further.
+
+    scales: int64 [S, ROWS, 4], the eight e4m3 scales of 128 columns, repeated 4 times.
+    """
     mine = (scales >> (tl.arange(0, 4) * 16)[None, None]).to(tl.int32)
     # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
     bits = tl.join((mine & 0x7F) << 4, (mine >> 4) & 0x7F0)
@@ -60,14 +62,14 @@ def _e4m3_factors(scales):
 
 @triton.jit
 def _operand(words, factors, J: tl.constexpr, H: tl.constexpr):
-    """Pairs J of words [S, ROWS, 16] -> bf16 [S, ROWS, 32] in the order of columns above, of NVFP4 times factors."""
+    """Decode pairs J of words [S, ROWS, 16] to bf16 [S, ROWS, 32] in the column order above, times NVFP4's factors."""
     S: tl.constexpr = words.shape[0]
     ROWS: tl.constexpr = words.shape[1]
     pairs = _fp4_pairs(words, J) if H == 4 else _fp8_pairs(words, J)
     low = pairs.to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if factors is not None:
-        # the upper half first: ptxas then multiplies both as they lie in a register
+        # the upper half first: ptxas then multiplies both in one register
         high = high * factors
         low = low * factors
     # [S, ROWS, thread, half of its words, 2 words of 2]
@@ -77,7 +79,10 @@ def _operand(words, factors, J: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def row_numbers(ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """0 .. ROWS - 1 in the order of pointers to rows: [8, 1, ROWS / 8]; [8, WARPS, ..] where warps have their own."""
+    """Return 0 .. ROWS - 1 in the order of pointers to rows.
+
+    The shape is [8, 1, ROWS / 8], or [8, WARPS, ..] if warps have rows of their own.
+    """
     OWN: tl.constexpr = ROWS // WARPS if ROWS // WARPS >= FEWEST_ROWS else ROWS
     rows = tl.arange(0, 8)[:, None, None] + tl.arange(0, OWN // 8)[None, None] * 8
     if OWN < ROWS:
@@ -87,28 +92,28 @@ def row_numbers(ROWS: tl.constexpr, WARPS: tl.constexpr):
 
 @triton.jit
 def parts_of(K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Where each warp's part of K columns begins, [1, WARPS, 1]: at 0 where warps have rows of their own."""
+    """Return the first column of each warp's part of K columns, [1, WARPS, 1]: 0 if warps have rows of their own."""
     return tl.arange(0, WARPS)[None, :, None] * (0 if WARPS > 1 and ROWS // WARPS >= FEWEST_ROWS else K // WARPS)
 
 
 @triton.jit
 def columns_of(K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """How many of K columns a warp takes."""
+    """Return how many of K columns a warp multiplies."""
     return K if ROWS // WARPS >= FEWEST_ROWS else K // WARPS
 
 
 @triton.jit
 def of_program(sums, ROWS: tl.constexpr):
-    """Sums [WARPS, rows, TOKENS] of each warp's rows, or of its columns -> [ROWS, TOKENS]."""
+    """Combine the warps' sums [WARPS, rows, TOKENS], of their rows or of their columns, to [ROWS, TOKENS]."""
     return tl.sum(sums, 0) if sums.shape[1] == ROWS else tl.reshape(sums, (ROWS, sums.shape[2]))
 
 
 @triton.jit
 def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
-    """Pointers to rows of all matrices [N, K], from the column where a split's part begins.
+    """Return pointers to rows of all matrices [N, K], from the column where a split's part starts.
 
-    row: int64 [8, 1 or S, R]; part: [1, S, 1]. Words of codes, of the first step of 128 columns: [8, S, R, 16]. Words
-    of a step's scales, of the first EACH steps and each 4 times: [4, 8, S, R, EACH].
+    row: int64 [8, 1 or S, R]; part: [1, S, 1]. Returns pointers to the words of codes of the first step of 128 columns,
+    [8, S, R, 16], and to the words of scales of the first EACH steps, each 4 times, [4, 8, S, R, EACH].
     """
     words = (w + row * (K // 8) + part // 8)[:, :, :, None] + tl.arange(0, 16)[None, None, None]
     scales = (scale + row * (K // 128) + part // 128)[None, :, :, :, None] + tl.arange(0, EACH)[None, None, None, None]
@@ -128,17 +133,17 @@ def fp8_rows(w, scale, first, part, K: tl.constexpr, ROWS: tl.constexpr, WARPS: 
 
 @triton.jit
 def _load(place, more):
-    """What stands at pointers; more: whether there is anything.
+    """Load from pointers. more: whether to load, 0 otherwise.
 
-    None: there is, and a kernel asks before it has waited for its inputs. Experts may have been copied from host memory
-    by the launch before the last, so it passes by a cache that may be older.
+    With more None, always load: a kernel does this before it has waited for its inputs. The launch before the previous
+    one may have copied experts from host memory, so the load bypasses L1, which may be stale.
     """
     return tl.load(place, cache_modifier=".cg") if more is None else tl.load(place, more, other=0)
 
 
 @triton.jit
 def _load_step(words, step, more):
-    """The words of a step: a tuple, of each matrix."""
+    """Load the words of a step: a tuple with one tensor per matrix."""
     loaded = ()
     for m in tl.static_range(len(words)):
         loaded += (_load(words[m] + 16 * step, more),)
@@ -147,7 +152,7 @@ def _load_step(words, step, more):
 
 @triton.jit
 def _load_scales(scales, step, more, EACH: tl.constexpr, H: tl.constexpr):
-    """The scales of EACH steps: of FP4 a tensor of each matrix, of FP8 one of each step and matrix."""
+    """Load the scales of EACH steps: for FP4 one tensor per matrix, for FP8 one per step and matrix."""
     loaded = ()
     if H == 4:
         for m in tl.static_range(len(scales)):
@@ -161,7 +166,10 @@ def _load_scales(scales, step, more, EACH: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def first_steps(words, scales, AHEAD: tl.constexpr, EACH: tl.constexpr):
-    """Codes of AHEAD steps, scales of EACH, of each matrix (tuples of pointers as above), for the products below."""
+    """Load each matrix's codes of AHEAD steps and scales of EACH steps, for the products below.
+
+    words, scales: tuples of pointers as above.
+    """
     H: tl.constexpr = 4 if len(scales[0].shape) == 5 else 2
     loaded = ()
     for j in tl.static_range(AHEAD):
@@ -171,7 +179,7 @@ def first_steps(words, scales, AHEAD: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _inputs(place, inside, J: tl.constexpr):
-    """place: pointers [32, S, N / 8, 8] to the inputs of a step, as `input_threads` has them -> bf16 [S, 32, N]."""
+    """Load the inputs of a step: bf16 [S, 32, N]. place: pointers [32, S, N / 8, 8] in the order of `input_threads`."""
     S: tl.constexpr = place.shape[1]
     EIGHTS: tl.constexpr = place.shape[2]
     loaded = tl.load(place + 8 * J, inside, other=0.0)
@@ -182,19 +190,22 @@ def _inputs(place, inside, J: tl.constexpr):
 
 @triton.jit
 def input_threads(N: tl.constexpr):
-    """Numbers of four threads for each of N columns of inputs: [32, 1, N / 8, 1]. A lane has some of every eight."""
+    """Return the numbers of four threads for each of N columns of inputs: [32, 1, N / 8, 1].
+
+    A lane has some of every eight.
+    """
     return tl.arange(0, 32)[:, None, None, None] + tl.arange(0, N // 8)[None, None, :, None] * 32
 
 
 @triton.jit
 def _inputs_of(inputs, offset, part):
-    """Pointers for `_inputs`; offset [32, 1, N / 8, 1], part [1, S, 1]."""
+    """Return pointers for `_inputs`. offset: [32, 1, N / 8, 1]; part: [1, S, 1]."""
     return inputs + offset + part[:, :, :, None] + tl.arange(0, 8)[None, None, None]
 
 
 @triton.jit
 def _scale_of(scales, J: tl.constexpr):
-    """Of scales [4, 8, S, R, up to 8] those of one step: [S, 8 * R, 4]."""
+    """Select the scales of one step from scales [4, 8, S, R, up to 8]: [S, 8 * R, 4]."""
     S: tl.constexpr = scales.shape[2]
     R: tl.constexpr = scales.shape[3]
     for _ in tl.static_range(3):
@@ -207,7 +218,10 @@ def _scale_of(scales, J: tl.constexpr):
 
 @triton.jit
 def _scaled(products, scales):
-    """products fp32 [S, ROWS, 4 * TOKENS] times the four scales of each row, the bytes of an int32 (4 times)."""
+    """Multiply products fp32 [S, ROWS, 4 * TOKENS] by the four scales of each row.
+
+    scales: the four are the bytes of an int32, which is repeated 4 times.
+    """
     S: tl.constexpr = products.shape[0]
     ROWS: tl.constexpr = products.shape[1]
     bits = scales >> (tl.arange(0, 4) % 2 * 16)[None, None]
@@ -219,7 +233,7 @@ def _scaled(products, scales):
 
 @triton.jit
 def _step(tile, given, scale, shape: tl.constexpr, H: tl.constexpr):
-    """The product of one matrix in a step of 32 * H columns: fp32 [S, ROWS, N], of each of S parts of a row."""
+    """Return the product of one matrix in a step of 32 * H columns: fp32 [S, ROWS, N], for each of S parts of a row."""
     words = tl.reshape(tl.permute(tile, (1, 2, 0, 3)), (shape[0], shape[1], 16))
     factors = _e4m3_factors(scale) if scale.dtype == tl.int64 else None
     product = tl.zeros(shape, tl.float32)
@@ -246,7 +260,7 @@ def _products(
     EACH: tl.constexpr,  # steps in a pass of the loop
     H: tl.constexpr,
 ):
-    """Sums [S, ROWS, N] of each matrix over all steps."""
+    """Return the sums [S, ROWS, N] of each matrix over all steps."""
     MATRICES: tl.constexpr = len(words)
     AHEAD: tl.constexpr = len(tiles) // len(words)
     sums = ()
@@ -257,7 +271,7 @@ def _products(
         next_factors = _load_scales(scales, start + EACH, next_pass, EACH, H)
         for j in tl.static_range(EACH):
             given, done, waiting = (), (), ()
-            coming = start + j + AHEAD  # if there is such a step: where all are of the next pass, asked once for them
+            coming = start + j + AHEAD  # may be beyond the end; if all are in the next iteration, one check is enough
             for i in tl.static_range(len(tiles) - MATRICES):
                 waiting += (tiles[i + MATRICES],)
             for i in tl.static_range(H):
@@ -285,12 +299,12 @@ def fp4_products(
     TOKENS: tl.constexpr,  # a multiple of FP4_TOKENS
     EACH: tl.constexpr,
 ):
-    """Tuple of fp32 [SPLITS, ROWS, TOKENS]: the product of each matrix's rows with each token, without scale_2."""
+    """Return each matrix's rows times each token, without scale_2: a tuple of fp32 [SPLITS, ROWS, TOKENS]."""
     SPLITS: tl.constexpr = words[0].shape[1]
     FACTOR: tl.constexpr = _NVFP4_FACTOR if scales[0].dtype.element_ty == tl.int64 else _FP4_FACTOR
     number = input_threads(4 * TOKENS)
     place = _inputs_of(inputs, offset + number % 4 * 32, part)
-    # of the four columns, each thread's inputs stand in its own
+    # of a token's four columns, each thread fills its own
     inside = tl.broadcast_to(real & (number // 4 % 4 == number % 4), place.shape)
     sums = _products(words, scales, tiles, factors, place, inside, K // 128, EACH, 4)
     results = ()
@@ -302,7 +316,7 @@ def fp4_products(
 
 @triton.jit
 def by_scale_2(sums, scale_2, row):
-    """The sums of an expert times its scale_2; row: of the stacks. None: of FP4, which has none."""
+    """Multiply an expert's sums by its scale_2. row: in the stacks. scale_2: None for FP4."""
     return sums if scale_2 is None else sums * tl.load(scale_2 + row, cache_modifier=".cg")
 
 
@@ -320,7 +334,7 @@ def fp8_products(
     TOKENS: tl.constexpr,  # a multiple of FP8_TOKENS
     EACH: tl.constexpr,
 ):
-    """As fp4_products, of FP8 rows."""
+    """Compute `fp4_products` for FP8 rows."""
     place = _inputs_of(inputs, offset + input_threads(TOKENS) % 4 * 16, part)
     inside = tl.broadcast_to(real, place.shape)
     sums = _products(words, scales, tiles, factors, place, inside, K // 64, EACH, 2)

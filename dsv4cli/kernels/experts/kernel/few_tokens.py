@@ -1,11 +1,10 @@
-"""Routed experts, alone or with the shared one, for few tokens: weights are streamed once, in three launches or four.
+"""Routed experts, with or without the shared one, for few tokens: weights are read once, in three or four launches.
 
-`prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` or `down`
-computes some rows of a matrix (w1 and w3; w2): in few_tokens_gemm.py for a few tokens of one expert, in
-one_token_gemm.py for one token, which needs no sorting and whose sum over experts `down` makes in its registers. `add`
-makes that of several tokens. The launches overlap (`wait_for_inputs`): weights are loaded while the launch before still
-runs, those of the shared expert at once, those of routed experts where the choice or the sorting was made before that
-launch.
+`prepare` rounds and arranges the inputs and sorts the pairs (token, expert) by expert. A program of `up` (w1 and w3) or
+`down` (w2) computes some rows of a matrix: few_tokens_gemm.py for a few tokens of one expert, one_token_gemm.py for one
+token, which needs no sorting, and whose sum over experts `down` computes in registers. `add` sums over experts for
+several tokens. The launches overlap (`wait_for_inputs`): weights are loaded while the previous launch still runs; the
+shared expert's at once, those of routed experts if routing or sorting was finished before that launch.
 """
 
 import math
@@ -23,14 +22,14 @@ from dsv4cli.kernels.rows import planned_rows
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
-# of FP4 four scales stand for 128 columns, of NVFP4 eight, of FP8 one
+# dtype that holds the scales of 128 columns: four for FP4, eight for NVFP4, one for FP8
 SCALE_WORDS = {torch.int8: torch.int32, torch.uint8: torch.int64, torch.float8_e4m3fn: torch.uint8}
-# columns of a token that a program adds up
+# columns of a token that a program of `add` sums
 COLUMNS = 512
 
 
 class ProductTiles(NamedTuple):
-    """What a program of w1 and w3, or of w2, takes: rows, warps, steps ahead, steps in a pass of its loop."""
+    """Rows, warps, prefetched steps, and steps per loop iteration of a program for w1 and w3, or for w2."""
 
     rows: int
     warps: int
@@ -39,7 +38,7 @@ class ProductTiles(NamedTuple):
 
 
 class FewTokensTiles(NamedTuple):
-    """Tokens of a chunk and of one of the shared expert; what programs of w1 and w3, and of w2, take."""
+    """Tokens of a routed and of a shared expert's chunk, and the tiles of programs for w1 and w3, and for w2."""
 
     chunk: int
     shared_chunk: int
@@ -48,7 +47,10 @@ class FewTokensTiles(NamedTuple):
 
 
 class OneTokenDown(NamedTuple):
-    """What a program of w2 takes of one token: rows, steps ahead and in a pass, of routed experts and of the shared."""
+    """Tiles of a program for w2 of one token.
+
+    Rows; prefetched steps and steps per loop iteration, for the routed experts and for the shared one.
+    """
 
     rows: int
     ahead: int
@@ -58,14 +60,14 @@ class OneTokenDown(NamedTuple):
 
 
 ONE_TOKEN_DOWN = OneTokenDown(16, 4, 4, 4, 4)
-# up to this inner width a launch of one token has too few programs to keep the memory busy
+# most inner width for which a launch of one token has too few programs to saturate memory bandwidth
 NARROW = 512
-# up to this one, half of an expert, programs of w2 of two to four tokens take fewer rows each
+# most inner width, half of an expert, for which programs for w2 of two to four tokens compute fewer rows each
 HALF = 1024
-# up to so many tokens, chunks are not listed one behind the other, which takes 1.8 us: few programs find none
+# most tokens for which chunks are not listed densely, which takes 1.8 us: few programs find an empty chunk
 SPARSE = 32
 FEWEST_BINS = 32
-# in a pass of routed experts alone: registers are left, 34.0 us instead of 35.4 on an H200
+# steps per iteration without a shared expert, which leaves registers free (H200: 34.0 us instead of 35.4 us)
 ALONE_EACH = 8
 
 
@@ -99,7 +101,11 @@ def mixture(
 
 @dataclass(frozen=True)
 class _Call:
-    """What is given, and y, which takes the sum of the experts, with the shared one if there is one."""
+    """The arguments of a call.
+
+    Attributes:
+        y: receives the sum of the experts, including the shared one if there is one.
+    """
 
     x: torch.Tensor
     weights: "ExpertWeights"
@@ -116,7 +122,7 @@ class _Call:
 
     @property
     def widths(self) -> tuple[int, int, int]:
-        """Hidden, inner, the shared expert's inner."""
+        """Hidden width, inner width, and the shared expert's inner width."""
         return self.x.shape[1], self.weights.w1.shape[-2], self.shared.w1.shape[-2] if self.shared else 0
 
     @property
@@ -127,13 +133,15 @@ class _Call:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
 
     def first(self) -> tuple[torch.Tensor | None, ...]:
-        """w1 and w3, without a shared expert twice; their scale_2."""
+        """Return w1 and w3 of the routed and of the shared expert (without one, the routed twice), and their
+        scale_2.
+        """
         pairs = [(of.w1, of.w1_scale, of.w3, of.w3_scale) for of in (self.weights, self.shared or self.weights)]
         stored = [part for w1, s1, w3, s3 in pairs for part in (*_stored(w1, s1), *_stored(w3, s3))]
         return (*stored, self.weights.w1_scale_2, self.weights.w3_scale_2)
 
     def last(self) -> tuple[torch.Tensor | None, ...]:
-        """w2, the same."""
+        """Return w2 in the form of `first`."""
         pairs = [(of.w2, of.w2_scale) for of in (self.weights, self.shared or self.weights)]
         return (*(part for w2, s2 in pairs for part in _stored(w2, s2)), self.weights.w2_scale_2)
 
@@ -149,7 +157,7 @@ def _launch(call: _Call) -> None:
 
 
 def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[torch.Tensor, ...]:
-    """Inputs, the shared expert's, counters; the first so many pairs sorted."""
+    """Return the inputs, the shared expert's inputs, the counters; and order, place and chunks of `pairs` pairs."""
     (width, inner, shared_inner), tokens = call.widths, call.tokens
     counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
     order, place, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, counts))
@@ -180,10 +188,13 @@ def _one_token(call: _Call, up: ProductTiles) -> None:
 
 
 def _down_by_token(call: _Call, inner: torch.Tensor, shared_inner: torch.Tensor, place: torch.Tensor | None) -> None:
-    """w2 of each token as if it were alone; place: the position of each pair in `inner`, None of one token."""
+    """Compute w2 for each token as if it were alone.
+
+    place: the position of each pair in `inner`; None for one token.
+    """
     (width, inner_width, shared_width), per_token = call.widths, call.experts.shape[1]
     places = next_power_of_2(per_token)
-    splits = math.gcd(places, shared_width // 128)  # of few columns several warps do the same
+    splits = math.gcd(places, shared_width // 128)  # with few columns, several warps compute the same
     rows, ahead, each, shared_ahead, shared_each = ONE_TOKEN_DOWN
     each = each if call.shared else ALONE_EACH
     steps, shared_steps = inner_width // 128, shared_width // 64 // splits
@@ -221,34 +232,36 @@ def _tokens(call: _Call, tiles: FewTokensTiles) -> None:
 
 
 def few_tokens_tiles(tokens: int, inner: int) -> FewTokensTiles:
-    """Measured on an H200 with 6 of 256 experts of 4096-2048-4096, of 4096-1024-4096 as on one rank of two, and of
-    4096-512-4096 as on one of four: there one token takes 17.9 us with eight warps and 25.3 with two, 16 take 97 with
-    two and 104 with one, 64 the reverse, 267 and 243.
+    """Return tiles measured on an H200 with 6 of 256 experts of 4096-2048-4096, and with narrower inner widths.
+
+    Inner width 1024 is one rank of two, 512 one of four. At 512, one token takes 17.9 us with eight warps and 25.3 us
+    with two; 16 tokens take 97 us with two warps and 104 us with one; 64 tokens 267 us with two and 243 us with one.
     """
     narrow = inner <= NARROW
     warps = 8 if narrow and planned_rows(tokens) == 1 else 2 if tokens <= (16 if narrow else 8) else 1
     up = ProductTiles(16, warps, 2, 2)
     if tokens <= 4:
-        # of whole experts 111.6 us of four tokens with the narrow ones, 108.1 with the others
+        # whole experts, four tokens: 111.6 us with 16 rows, 108.1 us with 32
         down = ProductTiles(16, 1, 2, 4) if inner <= HALF else ProductTiles(32, 1, 2, 2)
         return FewTokensTiles(FP4_TOKENS, FP8_TOKENS, up, down)
     if tokens <= 8:
         return FewTokensTiles(2 * FP4_TOKENS, FP8_TOKENS, up, ProductTiles(32, 1, 2, 2))
-    # four warps that share the inputs of their rows: w1 and w3 of 64 tokens 510.7 us without, 476.5 with
+    # four warps that share inputs (w1 and w3 of 64 tokens: 476.5 us instead of 510.7 us)
     up = up if warps == 2 else ProductTiles(64, 4, 2, 2)
     return FewTokensTiles(2 * FP4_TOKENS, 2 * FP8_TOKENS, up, ProductTiles(128, 4, 2, 2))
 
 
 def _registers(x: torch.Tensor, chunk: int) -> dict[str, int]:
-    """Launch options of programs with two ways to multiply, which keep the warps that the shorter one leaves room for.
+    """Return launch options that limit the registers of programs with two code paths to what the shorter path needs.
 
-    H200, routed experts of 64 tokens: 862 us with the registers that the longer way asks for, 791 with 128.
+    More warps then fit on a multiprocessor (H200, routed experts of 64 tokens: 862 us with the longer path's registers,
+    791 us with 128).
     """
     return {"maxnreg": 128} if chunk > FP4_TOKENS and x.is_cuda and torch.version.hip is None else {}
 
 
 def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
-    """Warps and steps that divide so many columns."""
+    """Adjust warps and steps so that they divide this many columns."""
     if tiles.rows // tiles.warps >= FEWEST_ROWS.value:  # warps have rows of their own
         warps, steps = tiles.warps, columns // 128
     else:
@@ -258,6 +271,6 @@ def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
 
 
 def _stored(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix as int32 words of codes; its scales as words of those of 128 columns, of FP8 as bytes."""
+    """Return a matrix as int32 words of codes, and its scales as words of 128 columns' scales; for FP8 as bytes."""
     assert scale is not None
     return weight.view(torch.int32), scale.view(SCALE_WORDS[weight.dtype])

@@ -1,10 +1,10 @@
-"""The products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of them.
+"""Products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of tokens.
 
-A chunk of up to two tokens, as most are, takes the narrowest product of the tensor core, a larger one twice that. The
-warps of a program have the same inputs: where each has rows of its own, these come from L2 once for all of them.
+A chunk of up to two tokens, the usual case, uses the narrowest product of the tensor core, a larger one twice that. The
+warps of a program have the same inputs: if each has rows of its own, the inputs come from L2 once for all of them.
 
-128 inner values are rounded by the last of the programs that compute them, which a counter tells; a token's experts are
-added in a launch of its own. So nothing depends on the order of programs.
+Every 128 inner values are rounded by the last of the programs that compute them, which a counter determines. A token's
+experts are summed in a separate launch. So the results do not depend on the order of programs.
 """
 
 import triton
@@ -38,7 +38,7 @@ def _up_routed(
     D: tl.constexpr, INNER: tl.constexpr, PER_TOKEN: tl.constexpr, CHUNK: tl.constexpr, ROUND: tl.constexpr,
     ROWS: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """A program of `up` for the chunk that begins at a position: its expert and size."""
+    """Run a program of `up` for the chunk of `size` pairs of an expert that starts at position `begin`."""
     row, part = expert.to(tl.int64) * INNER + first + row_numbers(ROWS, SPLITS), parts_of(D, ROWS, SPLITS)
     words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
     more_words, more_scales = fp4_rows(w3, w3_scale, row, part, D, EACH)
@@ -120,7 +120,7 @@ def _down_routed(
     rows, scales, tiles, factors, scale_2, inner, parts, begin, expert, size, row,
     D: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """A program of `down` for the chunk of `size` pairs that begins at a position."""
+    """Run a program of `down` for the chunk of `size` pairs that starts at position `begin`."""
     ROWS: tl.constexpr = row.shape[0]
     owner = input_threads(4 * CHUNK) // 16
     (sums,) = fp4_products(
@@ -149,9 +149,9 @@ def down(
     first, number = tl.program_id(0) * ROWS, tl.program_id(1)
     row = first + tl.arange(0, ROWS)
     if number >= shared_chunks:
-        # `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
+        # `prepare` has finished, see `wait_for_inputs`; bypass L1, which may be stale
         expert, begin, size = chunk_parts(tl.load(chunks + number - shared_chunks, cache_modifier=".cg"))
-        # of no chunk any expert's
+        # for an empty chunk, of an arbitrary expert
         expert_row = expert * D + first + row_numbers(ROWS, SPLITS)
         rows, row_scales = fp4_rows(w2, w2_scale, expert_row, parts_of(INNER, ROWS, SPLITS), INNER, EACH)
         if size > 0:
@@ -191,7 +191,7 @@ def add(
     y,  # [tokens, D]
     D: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_SHARED: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts in ascending order, then the shared one."""
+    """Sum a token's experts in ascending order, then add the shared one."""
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     places: tl.constexpr = triton.next_power_of_2(PER_TOKEN)
     slot = tl.arange(0, places)

@@ -1,6 +1,6 @@
-"""What precedes the products of a few tokens, in one launch: inputs arranged, pairs sorted, counters set to zero.
+"""Preparation for the products of few tokens, in one launch: arranges inputs, sorts pairs, clears counters.
 
-And the same for the second product: its inputs from the results of the first.
+Also arranges the inputs of the second product, from the results of the first.
 """
 
 import triton
@@ -12,7 +12,7 @@ from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
-# columns that a program arranges; pairs that a program places, and those it compares them with at once
+# columns that a program arranges; pairs that a program places, and pairs that it compares them with at a time
 COLUMNS, PAIRS, OTHERS = 1024, 16, 128
 # counters that a program sets to zero
 COUNTERS = 1024
@@ -22,7 +22,7 @@ _FACTOR = tl.constexpr(INPUT_FACTOR)
 
 @triton.jit
 def arranged(column, H: tl.constexpr):
-    """Where the inputs of products (`codes`) hold a column: of every 8H, [u, v, h, j] stands at [j, v, u, h]."""
+    """Return the position of a column in the products' inputs: of every 8H columns, [u, v, h, j] is at [j, v, u, h]."""
     within = column % (8 * H)
     word = within // (2 * H)
     return column - within + within % H * 8 + word % 2 * 4 + word // 2 * 2 + within // H % 2
@@ -30,7 +30,7 @@ def arranged(column, H: tl.constexpr):
 
 @triton.jit
 def as_input(values, ROUND: tl.constexpr):
-    """values fp32 [n, 128] -> bf16 inputs of products; ROUND: through FP8 with a scale for each row of these."""
+    """Convert values fp32 [n, 128] to bf16 inputs of products; with ROUND, through FP8 with one scale per row."""
     if ROUND:
         values = through_fp8(values)
     return (values * _FACTOR).to(tl.bfloat16)
@@ -61,7 +61,7 @@ def store_inner(
         tl.store(inner + place, as_input(values.to(tl.float32), False), real[None])
     else:
         tl.store(raw + position[None] * INNER + row[:, None], values, real[None])
-        tl.debug_barrier()  # before the counter says that the values are there
+        tl.debug_barrier()  # until all threads have stored, before the counter
         if tl.atomic_add(counter, 1, sem="acq_rel") == 128 // ROWS - 1:
             column = first // 128 * 128 + tl.arange(0, 128)
             place = position[:, None] * INNER + column[None]
@@ -75,9 +75,9 @@ def _place_pairs(
     first, experts, rows, order, place, chunks, pairs,
     SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Ranks pairs first .. first + NUMBER - 1 by expert and cuts each expert's into chunks of up to CHUNK.
+    """Rank pairs first .. first + NUMBER - 1 by expert and cut each expert's pairs into chunks of up to CHUNK.
 
-    A chunk stands at the position where it begins, nothing at the others.
+    A chunk is stored at the position where it starts, an empty one at all other positions.
     """
     pair = first + tl.arange(0, NUMBER)[:, None]
     expert = tl.load(experts + pair, pair < pairs, other=0)
@@ -107,7 +107,7 @@ def _place_pairs(
 
 @triton.jit
 def _of_expert(values, mine):
-    """Of values [BINS], one an expert, that of each pair; mine: bool [NUMBER, BINS]."""
+    """Return the value of each pair's expert, from values [BINS] by expert. mine: bool [NUMBER, BINS]."""
     return tl.sum(tl.where(mine, values[None], 0), 1)
 
 
@@ -116,7 +116,7 @@ def _list_chunks(
     first, experts, rows, order, place, chunks, pairs,
     SIZE: tl.constexpr, NUMBER: tl.constexpr, CHUNK: tl.constexpr, SMALL: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """The same, chunks listed one behind the other, those of more than SMALL pairs first, and nothing behind them."""
+    """Do what `_place_pairs` does, but list chunks densely: those of more than SMALL pairs first, empty ones last."""
     pair = first + tl.arange(0, NUMBER)[:, None]
     expert = tl.load(experts + pair, pair < pairs, other=0).to(tl.int32)
     mine = expert == tl.arange(0, BINS)[None]
@@ -131,7 +131,7 @@ def _list_chunks(
     small = (counts + CHUNK - 1) // CHUNK - large
     rank = _of_expert(tl.cumsum(counts, 0) - counts, mine) + before
     size = tl.minimum(_of_expert(counts, mine) - before, CHUNK)
-    # of an expert only the last chunk is a small one
+    # only an expert's last chunk can be small
     among_large = _of_expert(tl.cumsum(large, 0) - large, mine) + before // CHUNK
     among_small = _of_expert(tl.cumsum(small, 0) - small, mine) + tl.sum(large, 0)
     number = first + tl.arange(0, NUMBER)
@@ -149,13 +149,13 @@ def _list_chunks(
 
 @triton.jit
 def _chunk(row, begin, size):
-    """A chunk of `size` pairs from the position `begin` on, of the expert in a row of the stacks, in one word."""
+    """Pack a chunk into one word: the expert's row in the stacks, the first position, and the number of pairs."""
     return row.to(tl.int64) << 32 | begin.to(tl.int64) << 8 | size
 
 
 @triton.jit
 def chunk_parts(chunk):
-    """The row, the position and the size of a chunk; size 0: there is none."""
+    """Return the row, the first position and the size of a chunk. Size 0 means no chunk."""
     return chunk >> 32, ((chunk & 0xFFFFFFFF) >> 8).to(tl.int32), (chunk & 255).to(tl.int32)
 
 

@@ -1,4 +1,4 @@
-"""The matrix products of the experts: weights in rows, tokens in columns; the gate; the sum of a token's experts."""
+"""Grouped matrix products of the experts (weights in rows, tokens in columns), the gate, and the sum over experts."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from dsv4cli.kernels.launch import launched
 
 @triton.jit
 def _columns(x, place, step):
-    """Columns step * 128 to + 127 of the rows of x at offsets `place`: [128, rows]."""
+    """Load columns step * 128 to step * 128 + 127 of the rows of x at offsets `place`: [128, rows]."""
     return tl.load(x + place[None] + (step * 128 + tl.arange(0, 128)[:, None]))
 
 
@@ -24,7 +24,10 @@ def _dot(weights, columns, sums):
 
 @triton.jit
 def _added(sums, weights, columns, scale, expert, begin, step, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """The sums with a step's products; fp32 scales of FP8 multiply these: bf16 does not have codes times them."""
+    """Add a step's products to the sums.
+
+    fp32 scales of FP8 multiply the products, because codes times these scales are not exact in bf16.
+    """
     if FORMAT == "fp8_f32":
         factor = tl.load(scale + (expert * ((N + 127) // 128) + begin // 128) * ((K + 127) // 128) + step)
         sums += _dot(weights, columns, tl.zeros(sums.shape, tl.float32)) * factor
@@ -55,7 +58,10 @@ def products(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Rows of first and, if BOTH, of second, times rows of x: fp32 [ROWS, COLUMNS] twice, [ROWS, MORE] twice."""
+    """Multiply rows of `first` and, if BOTH, of `second` by rows of x.
+
+    Returns fp32 [ROWS, COLUMNS] of each, then [ROWS, MORE] of each.
+    """
     one = tl.zeros([ROWS, COLUMNS], tl.float32)
     two = tl.zeros([ROWS, COLUMNS], tl.float32)
     more_one = tl.zeros([ROWS, MORE if MORE else 16], tl.float32)
@@ -77,8 +83,8 @@ def products(
 
 @triton.jit
 def gated_values(gate, up, limit):
-    """silu(min(gate, limit)) * clamp(up, -limit, limit), fp32; limit 0 clamps nothing."""
-    if limit > 0:  # unlike minimum and maximum, this keeps NaN
+    """Return silu(min(gate, limit)) * clamp(up, -limit, limit), fp32. limit 0 clamps nothing."""
+    if limit > 0:  # tl.where keeps NaN; minimum and maximum do not
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-gate)) * up
@@ -89,7 +95,7 @@ def _store_inner(
     gate, up, inner, routing, order, start, rows, begin, limit, N: tl.constexpr, PADDED: tl.constexpr,
     FORMAT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Stores columns start to + rows - 1, rows begin to + ROWS - 1 of the gated product."""
+    """Store pairs start to start + rows - 1, rows begin to begin + ROWS - 1 of the gated product."""
     dtype: tl.constexpr = inner.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     column, row = tl.arange(0, COLUMNS), begin + tl.arange(0, ROWS)
@@ -117,7 +123,7 @@ def _gate_up(
     MORE: tl.constexpr, WARPS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     begin = tl.program_id(0) * ROWS
-    # columns beyond the tile repeat its last
+    # columns beyond the tile repeat its last one
     column = tl.minimum(tl.arange(0, COLUMNS), rows - 1)
     further = tl.minimum(COLUMNS + tl.arange(0, MORE if MORE else 16), rows - 1)
     place = (tl.load(order + start + column) // PER_TOKEN).to(tl.int64) * WIDTH
@@ -165,13 +171,13 @@ def gate_up(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """inner = routing weight * gated(w1 x, w3 x) for one tile of pairs and ROWS rows of both matrices."""
+    """Compute inner = routing weight * gated(w1 x, w3 x) for one tile of pairs and ROWS rows of both matrices."""
     number = tl.program_id(1)
     rows = tl.load(tile_rows + number)
     if rows == 0:
         return
     expert, start = tl.load(tile_expert + number), tl.load(tile_start + number)
-    # the time goes with the columns: a tile that is not full takes half or three quarters
+    # time is proportional to columns: partly filled tiles compute only half or three quarters of them
     if COLUMNS >= 64 and rows <= COLUMNS // 2:
         _gate_up(
             x, order, start, rows, routing, w1, w1_scale, w3, w3_scale, w1_scale_2, w3_scale_2, inner, limit, expert, N,
@@ -243,7 +249,7 @@ def down(
     WARPS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """outputs = w2 inner for one tile of pairs and ROWS rows of w2."""
+    """Compute outputs = w2 inner for one tile of pairs and ROWS rows of w2."""
     number = tl.program_id(1)
     rows = tl.load(tile_rows + number)
     if rows == 0:
@@ -277,7 +283,7 @@ def add(
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of a token's outputs in ascending order of experts, equal ones in order of places."""
+    """Sum a token's outputs in ascending order of experts; equal experts in order of places."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)

@@ -1,10 +1,10 @@
 """Operands of the experts' products for tiles of tokens: weights in rows, tokens in columns, 128 of K at a time.
 
-FP4 weights become bf16 in registers, which is exact, and are the left operand from there. Two orders make that free:
-a thread loads other rows than its warp multiplies (`natural` undoes it in the result), and it holds columns 2t, 2t + 1
-of every 8 (t = 0..3). So that these are 32 neighbours in memory, one 16-byte load under one scale, the columns of every
-128 are taken in another order, by inputs, too (`ordered`): place [i, q, t, h] has column [t, i, h, q], which counts
-4 x 4 x 4 x 2 with the last fastest.
+FP4 weights are converted to bf16 in registers, which is exact, and are the left operand from there. Two permutations
+avoid any data movement. A thread loads other rows than its warp multiplies; `natural` restores the order in the result.
+And in an operand a thread holds columns 2t, 2t + 1 of every 8 (t = 0..3); to make these 32 adjacent columns in memory,
+one 16-byte load with one scale, the columns of every 128 are permuted, in the inputs, too (`ordered`): place
+[i, q, t, h] holds column [t, i, h, q], with sizes 4 x 4 x 4 x 2 and the last index fastest.
 """
 
 import triton
@@ -17,29 +17,32 @@ from dsv4cli.kernels.launch import launched
 
 @triton.jit
 def ordered(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] with every 128 rows, each a column of the next product, in the order that it takes them in."""
+    """Permute every 128 rows of [ROWS, COLUMNS] into the column order of the next product."""
     values = tl.reshape(values, [max(ROWS // 128, 1), min(ROWS // 32, 4), 4, 2, 4, COLUMNS])  # t, i, h, q
     return tl.reshape(tl.permute(values, [0, 2, 4, 1, 3, 5]), [ROWS, COLUMNS])
 
 
 @triton.jit
 def natural(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
-    """Products of FP4 weights [ROWS, COLUMNS] with the rows as in the matrix."""
+    """Return products of FP4 weights [ROWS, COLUMNS] with the rows in the matrix's order."""
     values = tl.reshape(values, [ROWS // 16 // WARPS, WARPS, 2, 8, COLUMNS])
     return tl.reshape(tl.permute(values, [0, 2, 1, 3, 4]), [ROWS, COLUMNS])
 
 
-# the factor of a weight, e8m0 or e4m3, is as much smaller than its scale: one product of bf16 gives no more
+# a weight's factor is its e8m0 or e4m3 scale divided by this, because one product in bf16 cannot scale further
 FP4_FACTOR = tl.constexpr(2.0**40)
 NVFP4_FACTOR = tl.constexpr(2.0**7)
 
 
 @triton.jit
 def fp4_pairs(words, factor, SHIFT: tl.constexpr):
-    """Codes in bits SHIFT to + 3 (SHIFT 0 or 4) of halves of int32 [...] times factor * 2 ** -126: bf16 [..., 2]."""
+    """Return codes in bits SHIFT to SHIFT + 3 of halves of int32 [...], times factor * 2 ** -126: bf16 [..., 2].
+
+    SHIFT is 0 or 4.
+    """
     # sign to bit 15, the rest to bits 8..6: e2m1 * 2 ** -126
     bits = (words & (0x000F000F << SHIFT)) * (0x1040 >> SHIFT)
-    # each half with a mask of its own, the upper one first: ptxas then multiplies both as they lie in a register
+    # separate masks for the halves, the upper one first: ptxas then multiplies both in one register
     high = ((bits >> 16) & 0x81C0).to(tl.int16).to(tl.bfloat16, bitcast=True) * factor
     low = (bits & 0x81C0).to(tl.int16).to(tl.bfloat16, bitcast=True) * factor
     return tl.join(low, high)
@@ -47,20 +50,25 @@ def fp4_pairs(words, factor, SHIFT: tl.constexpr):
 
 @triton.jit
 def _power_of_two(code):
-    """2 ** (code - 127) in bf16, code int32; 255 is NaN, and 2 ** -127 is subnormal."""
+    """Return 2 ** (code - 127) in bf16. code: int32; 255 becomes NaN, and 2 ** -127 is subnormal."""
     return tl.where(code == 255, 0x7FC0, tl.maximum(code << 7, 0x40)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def fp4_factor(code):
-    """2 ** (code - 127 + 126) / FP4_FACTOR in bf16, code int32; NaN beyond 168, which bf16 does not have."""
+    """Return 2 ** (code - 127 + 126) / FP4_FACTOR in bf16.
+
+    code: int32. Above 168, which is too large for bf16, it becomes NaN.
+    """
     return tl.where(code > 168, 0x7FC0, (code + 86) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _nvfp4_factors(scale):
-    """int32 [repeat, 2, warp, 8, 4], two e4m3 scales of 16 columns in each -> bf16 [.., 4, 4], those of words, times
-    2 ** 126 / NVFP4_FACTOR."""
+    """Return the factors of words, times 2 ** 126 / NVFP4_FACTOR: bf16 [.., 4, 4].
+
+    scale: int32 [repeat, 2, warp, 8, 4], two e4m3 scales of 16 columns in each.
+    """
     code = tl.join(scale, scale >> 8)
     # exponent and mantissa to bits 10..4: e4m3 * 2 ** -120
     two = ((code & 0x7F) << 4).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -71,7 +79,10 @@ def _nvfp4_factors(scale):
 
 @triton.jit
 def fp4_values(words, factor, ROWS: tl.constexpr):
-    """words int32 [repeat, 2, warp, 8, 4, 4], factor bf16 [repeat, 2, warp, 8, 4, 1 or 4] -> bf16 [ROWS, 128]."""
+    """Decode words to bf16 [ROWS, 128].
+
+    words: int32 [repeat, 2, warp, 8, 4, 4]; factor: bf16 [repeat, 2, warp, 8, 4, 1 or 4].
+    """
     upper = words >> 8  # [.., t, i]
     even = tl.join(fp4_pairs(words, factor, 0), fp4_pairs(upper, factor, 0))
     odd = tl.join(fp4_pairs(words, factor, 4), fp4_pairs(upper, factor, 4))
@@ -81,9 +92,9 @@ def fp4_values(words, factor, ROWS: tl.constexpr):
 
 @triton.jit
 def _fp4_scale(scale, row, step, K: tl.constexpr):
-    """e8m0 codes int32 [rows, 4]; scale: bytes, or int32 words of four where K is a multiple of 128.
+    """Load e8m0 codes as int32 [rows, 4]. scale: bytes, or int32 words of four bytes if K is a multiple of 128.
 
-    There are fewer than 2 ** 31 words: so many belong to 438 GB of experts.
+    There are fewer than 2 ** 31 words: that many would be 438 GB of experts.
     """
     group = tl.arange(0, 4)[None]
     if K % 128 == 0:
@@ -96,8 +107,11 @@ def _fp4_scale(scale, row, step, K: tl.constexpr):
 
 @triton.jit
 def _nvfp4_scale(scale, row, step, K: tl.constexpr):
-    """e4m3 codes, two in each int32 [rows, 4]; scale: pairs of bytes as int16, or int64 words of eight where K is a
-    multiple of 128. There are fewer than 2 ** 31 words."""
+    """Load e4m3 codes, two in each int32 [rows, 4].
+
+    scale: pairs of bytes as int16, or int64 words of eight bytes if K is a multiple of 128. There are fewer than 2 **
+    31 words.
+    """
     group = tl.arange(0, 4)[None]
     if K % 128 == 0:
         codes = (tl.load(scale + row * (K // 128) + step)[:, None] >> (16 * group)).to(tl.int32)
@@ -109,7 +123,7 @@ def _nvfp4_scale(scale, row, step, K: tl.constexpr):
 
 @triton.jit
 def _values(weight, scale, expert, row, step, N: tl.constexpr, K: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile of FP8, bf16 or fp32 weights, 0 beyond K: bf16 or fp32 [rows, 128]; of fp8_f32 the codes."""
+    """Load a tile of FP8, bf16 or fp32 weights, 0 beyond K: bf16 or fp32 [rows, 128]; for fp8_f32 the codes."""
     row, column = tl.minimum(row, N - 1), step * 128 + tl.arange(0, 128)[None]
     values = tl.load(weight + (expert.to(tl.int64) * N + row)[:, None] * K + column, column < K, other=0.0)
     if FORMAT == "fp8":
@@ -122,7 +136,7 @@ def _values(weight, scale, expert, row, step, N: tl.constexpr, K: tl.constexpr, 
 
 @triton.jit
 def undivided(sums, scale_2, expert, FORMAT: tl.constexpr):
-    """Sums of products with what `tile` gives, as those with the weights; scale_2: fp32 [E] of NVFP4, or None."""
+    """Undo the division of `tile` in the sums of its products. scale_2: fp32 [E] of NVFP4, or None."""
     if FORMAT == "fp4":
         sums = sums * FP4_FACTOR if scale_2 is None else by_scale_2(sums * NVFP4_FACTOR, scale_2, expert)
     return sums
@@ -130,7 +144,7 @@ def undivided(sums, scale_2, expert, FORMAT: tl.constexpr):
 
 @triton.jit
 def _words(weight, expert, begin, row, step, N: tl.constexpr, K: tl.constexpr, DESCRIBED: tl.constexpr):
-    """int32 words [rows, 16] of FP4 codes, 0 beyond K."""
+    """Load int32 words [rows, 16] of FP4 codes, 0 beyond K."""
     if DESCRIBED:
         words = weight.load([expert * N + begin, step * 16])
     else:
@@ -154,9 +168,10 @@ def tile(
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """Rows begin to + ROWS - 1, columns step * 128 to + 127 of an expert's matrix; the rows as `natural` says.
+    """Load rows begin to begin + ROWS - 1, columns step * 128 to step * 128 + 127 of an expert's matrix.
 
-    FP4 comes divided by the constants above; `undivided` multiplies the sums by them.
+    The order of rows is that of `natural`. FP4 values are divided by the constants above; `undivided` multiplies the
+    sums by them.
     """
     row = begin + tl.arange(0, ROWS)
     if FORMAT == "fp4":
@@ -187,7 +202,7 @@ def prepare(
     FORMAT: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """The inputs of the products: rounded, for FP4 reordered, 0 beyond K."""
+    """Prepare the inputs of the products: rounded, reordered for FP4, 0 beyond K."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     column = tl.program_id(1) * 128 + tl.arange(0, 128)[None]
     values = tl.load(x + token * stride + column, (token < count) & (column < K), other=0.0)

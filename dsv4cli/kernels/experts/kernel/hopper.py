@@ -1,4 +1,4 @@
-"""Which experts `warp_specialized` multiplies: its Gluon is imported where it is used."""
+"""Selects the experts for `warp_specialized`, which needs Gluon and is imported only when used."""
 
 from typing import TYPE_CHECKING
 
@@ -10,17 +10,19 @@ from dsv4cli.kernels.launch import takes_gluon
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
-# pairs of its tiles, and up to how many pairs of an expert it takes small ones; columns whose scales it reads at once
+# pairs of small and large tiles; most pairs per expert for small ones; columns whose scales are loaded at a time
 SMALL, LARGE, FEW, COLUMNS = 64, 128, 48, 512
-# the fewest pairs of an expert that it pays for
+# fewest pairs per expert for which `warp_specialized` is faster
 LEAST = 16
-# values of inputs that it counts in 32 bits
+# most input values: offsets have 32 bits
 MOST = 2**31
 
 
 def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, experts: int) -> bool:
-    """Whether `warp_specialized` multiplies the weights of this many experts with inputs x [T, D] of so many pairs, and
-    is the fastest for them."""
+    """Return whether `warp_specialized` supports these weights and inputs x [T, D], and is the fastest for them.
+
+    pairs, experts: the number of pairs and of experts.
+    """
     inner, width = weights.w1.shape[1], x.shape[1]
     if pairs < LEAST * experts:
         return False
@@ -31,7 +33,7 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, experts: int) -
 
 
 def tile(pairs: int, experts: int) -> int:
-    """Pairs of a tile, for this many pairs and experts."""
+    """Return the pairs of a tile for this many pairs and experts."""
     return SMALL if pairs <= FEW * experts else LARGE
 
 
@@ -44,9 +46,9 @@ def gate_up(
     limit: float,
     pairs: int,
 ) -> None:
-    """As `grouped_gemm.gate_up`, into inner [P, I]; x [T, D]: as `grouped_operands.prepare` leaves it.
+    """Compute `grouped_gemm.gate_up` into inner [P, I].
 
-    pairs: of a tile.
+    x: [T, D] as `grouped_operands.prepare` arranges it. pairs: of a tile.
     """
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
@@ -55,7 +57,7 @@ def gate_up(
 
 
 def down(inner: torch.Tensor, groups: Groups, weights: "ExpertWeights", outputs: torch.Tensor, pairs: int) -> None:
-    """As `grouped_gemm.down`, into outputs [P, D]; pairs: of a tile."""
+    """Compute `grouped_gemm.down` into outputs [P, D]. pairs: of a tile."""
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
     matrix = _words(weights.w2, weights.w2_scale)
@@ -63,6 +65,6 @@ def down(inner: torch.Tensor, groups: Groups, weights: "ExpertWeights", outputs:
 
 
 def _words(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [E, N, K / 8] and scales [E, N, K / 128] in words of 32 bits."""
+    """Return codes [E, N, K / 8] and scales [E, N, K / 128] as words of 32 bits."""
     assert scale is not None
     return weight.view(torch.int32), scale.view(torch.int32)

@@ -1,4 +1,4 @@
-"""Routed experts for many tokens: pairs grouped by expert, two products over tiles of them, an ordered sum."""
+"""Routed experts for many tokens: groups pairs by expert, multiplies tiles of them twice, and sums in a fixed order."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
 
-# the scales of 32 columns of FP4 and NVFP4, where rows have no whole words of them
+# dtype for the scales of 32 columns of FP4 and NVFP4 if a row's scales do not fill whole words
 SCALE_PARTS = {torch.int8: torch.uint8, torch.uint8: torch.int16}
 
 
@@ -42,7 +42,7 @@ def routed_outputs(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
-    """What each of a token's experts makes of it: [T * k, D] in x's dtype."""
+    """Return the output of each of a token's experts: [T * k, D] in x's dtype."""
     given, (tokens, per_token) = rows(x), experts.shape
     count, inner_width, width = weights.count, weights.w1.shape[1], x.shape[1]
     if not tokens:
@@ -118,7 +118,7 @@ def ordered_sum(
     shared: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """outputs [T * k, D] of pairs -> their sums by token [T, D], added in fp32 in ascending order of experts.
+    """Sum outputs [T * k, D] of pairs by token: [T, D], added in fp32 in ascending order of experts.
 
     shared: [T, D], added last. The sum is rounded once, to dtype.
     """
@@ -141,7 +141,7 @@ def _format(weight: torch.Tensor, scale: torch.Tensor | None) -> str:
 
 
 def _columns(pairs: int, count: int, wide: bool) -> int:
-    """Pairs in a tile, for this many pairs and experts; wide: products are taken in fp32."""
+    """Return the pairs of a tile for this many pairs and experts. wide: whether products are computed in fp32."""
     if wide:
         return 32
     load = pairs / count
@@ -149,7 +149,7 @@ def _columns(pairs: int, count: int, wide: bool) -> int:
 
 
 class GroupedTiles(NamedTuple):
-    """Rows of each matrix in a program, warps, stages, whether a descriptor loads the weights."""
+    """Rows of each matrix in a program, warps, stages, and whether a descriptor loads the weights."""
 
     rows: int
     warps: int
@@ -158,8 +158,10 @@ class GroupedTiles(NamedTuple):
 
 
 def gate_up_tiles(columns: int, tuned: bool, device: torch.device) -> GroupedTiles:
-    """Tuned on an H200 for FP4 weights of Flash. At 128 columns two programs fill the shared memory of a multiprocessor
-    to the last byte: the barriers that a descriptor needs would halve them, and the speed.
+    """Return the tiles for w1 and w3, tuned on an H200 for FP4 weights of Flash.
+
+    At 128 columns, two programs fill a multiprocessor's shared memory to the last byte: the barriers of a descriptor
+    would leave space for only one, and halve the speed.
     """
     if not tuned:
         return GroupedTiles(64, 8, 2, False)
@@ -169,15 +171,18 @@ def gate_up_tiles(columns: int, tuned: bool, device: torch.device) -> GroupedTil
 
 
 def down_tiles(columns: int, tuned: bool, device: torch.device) -> GroupedTiles:
-    """The same for w2."""
+    """Return the tiles for w2, tuned as `gate_up_tiles`."""
     if not tuned:
         return GroupedTiles(128, 8, 2, False)
     return GroupedTiles(128, 4, _stages(device, 1, 128, columns), columns < 128)
 
 
 def _stages(device: torch.device, matrices: int, height: int, columns: int) -> int:
-    """A step: 128 columns of FP4 and their scales for so many rows of each matrix, and of bf16 for the tile's pairs;
-    beside them the results, where they are brought into order."""
+    """Return the number of stages that fit in shared memory.
+
+    A stage is 128 columns of FP4 with scales for `height` rows of each matrix, and of bf16 for the tile's pairs. Shared
+    memory also holds the results while they are reordered.
+    """
     return stages_that_fit(device, 3, matrices * height * (64 + 4) + columns * 256, height * columns * 2)
 
 
@@ -198,7 +203,7 @@ def _inputs(x: torch.Tensor, form: str, round_inputs: bool) -> torch.Tensor:
 def _stored(
     weight: torch.Tensor, scale: torch.Tensor | None, height: int, described: bool
 ) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor]:
-    """The elements of the weight and of its scale as the products load them."""
+    """Return the elements of the weight and of its scale as the products load them."""
     if scale is None:
         return weight, weight
     if weight.dtype == torch.float8_e4m3fn:
@@ -212,8 +217,8 @@ def _stored(
 def _check(weights: "ExpertWeights", width: int, inner: int, round_inputs: bool) -> None:
     for matrix in (weights.w1, weights.w2, weights.w3, weights.w1_scale, weights.w2_scale, weights.w3_scale):
         if matrix is not None and not (matrix.is_contiguous() and matrix.data_ptr() % 16 == 0):
-            raise KernelUnsupported("the Triton experts take contiguous weights and scales that begin at 16 bytes")
+            raise KernelUnsupported("the Triton experts require contiguous, 16-byte-aligned weights and scales")
     if weights.w1.dtype in SCALE_PARTS and (width % FP4_BLOCK or inner % FP4_BLOCK):
-        raise KernelUnsupported(f"the Triton experts take FP4 widths in multiples of 32, not {width} and {inner}")
+        raise KernelUnsupported(f"the Triton experts require FP4 widths in multiples of 32, not {width} and {inner}")
     if round_inputs and (width % FP8_BLOCK or inner % FP8_BLOCK):
-        raise KernelUnsupported(f"the Triton experts round widths in multiples of 128, not {width} and {inner}")
+        raise KernelUnsupported(f"the Triton experts round only widths in multiples of 128, not {width} and {inner}")

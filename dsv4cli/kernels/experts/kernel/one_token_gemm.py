@@ -1,7 +1,8 @@
-"""Routed experts, alone or with the shared one, for one token: nothing is sorted, its experts are known at once.
+"""Routed experts, with or without the shared one, for one token, which needs no sorting.
 
-A program of `down` has all that is added to its rows: each of its warps takes an expert, in ascending order. `up`
-starts when all programs of `prepare` have waited for what precedes them: it knows the experts while `prepare` runs.
+A program of `down` computes complete sums of its rows: each of its warps computes one expert, in ascending order. `up`
+starts once all programs of `prepare` have waited for the previous kernels, so it knows the experts while `prepare`
+runs.
 """
 
 import triton
@@ -26,20 +27,20 @@ from dsv4cli.kernels.experts.kernel.few_tokens_prepare import store_inner
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 
-# tokens of a product, of which only the first is one
+# columns of a product for tokens; only the first is used
 _TOKENS, _SHARED_TOKENS = tl.constexpr(FP4_TOKENS), tl.constexpr(FP8_TOKENS)
 
 
 @triton.jit
 def _only(values):
-    """Column 0 of [.., 2]."""
+    """Return column 0 of [.., 2]."""
     first, _ = tl.split(values)
     return first
 
 
 @triton.jit
 def _row_of(expert, rows):
-    """Where experts lie in the stacks; rows: None where that is their number."""
+    """Return the experts' rows in the stacks. rows: None if they are the experts' numbers."""
     return expert if rows is None else tl.load(rows + expert, cache_modifier=".cg")
 
 
@@ -62,7 +63,7 @@ def up(
     program, ahead = tl.program_id(0), SHARED_INNER // ROWS
     if program >= ahead:
         pair, first = (program - ahead) // (INNER // ROWS), (program - ahead) % (INNER // ROWS) * ROWS
-        # what precedes `prepare` has ended, see `wait_for_inputs`; not from a cache that may be older
+        # the kernels before `prepare` have finished, see `wait_for_inputs`; bypass L1, which may be stale
         expert = _row_of(tl.load(experts + pair, cache_modifier=".cg"), rows)
         row, part = expert * INNER + first + row_numbers(ROWS, SPLITS), parts_of(D, ROWS, SPLITS)
         words, scales = fp4_rows(w1, w1_scale, row, part, D, EACH)
@@ -103,7 +104,10 @@ def up(
 
 @triton.jit
 def _sorted(experts, PAIRS: tl.constexpr, PLACES: tl.constexpr):
-    """Of each place in ascending order of experts, the pair: int32 [PLACES], and its expert, those behind the last."""
+    """Return the pair and its expert at each place in ascending order of experts: int32 [PLACES].
+
+    Places beyond the last pair repeat it.
+    """
     pair = tl.arange(0, PLACES)
     expert = tl.load(experts + pair, pair < PAIRS, other=0x7FFFFFFF, cache_modifier=".cg").to(tl.int32)
     before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (pair[None] < pair[:, None]))
@@ -114,7 +118,7 @@ def _sorted(experts, PAIRS: tl.constexpr, PLACES: tl.constexpr):
 
 @triton.jit
 def _ascending_sum(parts, PAIRS: tl.constexpr, LEVELS: tl.constexpr):
-    """parts [2 ** LEVELS, ROWS] -> the sum of the first PAIRS of them, one after another: [ROWS]."""
+    """Sum the first PAIRS of parts [2 ** LEVELS, ROWS], one after another: [ROWS]."""
     ROWS: tl.constexpr = parts.shape[1]
     pieces = (tl.permute(parts, (1, 0)),)
     for level in tl.static_range(LEVELS):
@@ -151,7 +155,7 @@ def down(
         own_tiles, own_factors = first_steps((own_words,), (own_scales,), SHARED_AHEAD, SHARED_EACH)
     pair, expert = _sorted(experts, PAIRS, PLACES)
     if place is not None:
-        # `prepare` has ended
+        # `prepare` has finished
         pair = tl.load(place + token * PAIRS + pair, cache_modifier=".cg")
     expert = _row_of(expert, rows)
     row = expert[None, :, None].to(tl.int64) * D + first + row_numbers(ROWS, 1)

@@ -1,4 +1,4 @@
-"""The pairs (token, place) of a step grouped by expert, on the device: a counting sort that also cuts tiles."""
+"""Groups the pairs (token, place) of a step by expert, on the device: a counting sort that also cuts tiles."""
 
 from dataclasses import dataclass
 
@@ -7,31 +7,34 @@ import triton.language as tl
 
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 
-# pairs that a program counts and places; it compares each of them with all others. 7 us for 64 tokens, 24 for 4096
+# pairs that a program counts and places; it compares each with all others (7 us for 64 tokens, 24 us for 4,096)
 CHUNK = 128
-# chunks whose counts a program adds at once
+# chunks whose counts a program adds at a time
 ROWS = 32
-# counters, 16 bytes of them
+# number of counters: 16 bytes
 TURNS = 4
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs by expert, cut into tiles of one expert each: all int32, on the device."""
+    """Pairs by expert, cut into tiles of one expert each: int32 tensors on the device."""
 
     order: torch.Tensor  # [P] the pair t * k + place at each position
     position: torch.Tensor  # [P] of each pair
-    row: torch.Tensor  # [tiles] where the expert of a tile lies
+    row: torch.Tensor  # [tiles] the row of a tile's expert in the stacks
     start: torch.Tensor  # [tiles] its first position
     rows: torch.Tensor  # [tiles] its number of pairs, 0 for a tile that is not needed
-    turns: torch.Tensor  # [TURNS] 0: where programs that take tiles in turn count them, each launch in another
+    turns: torch.Tensor  # [TURNS] zeros: counters for programs that take tiles in turn, one counter per launch
 
 
 def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: int) -> Groups:
-    """experts: int64 [T, k], each below `count` -> tiles of up to `size` pairs, by expert, in ascending order of pairs.
+    """Sort pairs by expert, in ascending order of pairs, and cut them into tiles of up to `size` pairs.
 
-    rows: int64 [count], where each expert lies, or None. The number of tiles is the largest that T and k allow; those
-    not needed have no rows.
+    The number of tiles is the most that T and k allow; tiles that are not needed have no rows.
+
+    Args:
+        experts: int64 [T, k], each below `count`.
+        rows: int64 [count], each expert's row in the stacks, or None.
     """
     pairs = experts.numel()
     tiles, chunks = pairs // size + min(count, pairs), cdiv(pairs, CHUNK)
@@ -107,7 +110,7 @@ def _place(
     position = tl.gather(tl.cumsum(total, 0) - total, expert, 0) + rank
     tl.store(order + position, index, inside)
     tl.store(positions + index, position, inside)
-    # the pair that begins a tile describes it
+    # the first pair of a tile stores the tile's data
     first = inside & (rank % SIZE == 0)
     tile = tl.gather(tl.cumsum(tiles, 0) - tiles, expert, 0) + rank // SIZE
     own = expert if stacked is None else tl.load(stacked + expert, first, other=0).to(tl.int32)

@@ -1,10 +1,10 @@
-"""Layouts of `warp_specialized`: which thread holds what of weights, inputs and results, and how shared memory does."""
+"""Layouts for `warp_specialized`: how threads hold weights, inputs and results, and how shared memory stores them."""
 
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# how warps read a row's 16 words: 4 neighbours a lane, which become two halves [row, lane, word] of a left operand
+# how warps read a row's 16 words: 4 words per lane, which become two halves [row, lane, word] of a left operand
 READ = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
@@ -16,7 +16,7 @@ HALVED = gl.constexpr(
         [], [64, 4, 2],
     )
 )  # fmt: skip
-# how four warps copy rows of inputs, read scales, and have one value a thread
+# how four warps copy rows of inputs, read scales, and hold one value per thread
 INPUTS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 SCALES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0]))
 EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -24,8 +24,11 @@ EACH = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 @gluon.jit
 def row_in(line, BOTH: gl.constexpr):
-    """Which of a matrix's rows in a unit lies in this line of shared memory: such that what a thread stores are
-    neighbours, of both matrices in the order that the next product takes its columns in."""
+    """Return which of a unit's matrix rows is in this line of shared memory.
+
+    The order makes the values that a thread stores adjacent, also for both matrices, in the column order of the next
+    product.
+    """
     low, eight, upper = line & 7, line >> 3 & 1, line >> 4 & 3
     if BOTH:
         row = (line & 1) + (upper & 1) * 2 + eight * 4 + (upper >> 1) * 8 + (line >> 7) * 16 + (low >> 1) * 32
@@ -36,13 +39,16 @@ def row_in(line, BOTH: gl.constexpr):
 
 @constexpr_function
 def held(columns):
-    """How four warps hold products [ROWS, columns]."""
+    """Return the layout in which four warps hold products [ROWS, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @constexpr_function
 def stored(pairs, both):
-    """How warps hold results to store, [pairs, 64] of both matrices, [pairs, 128] of one: a row's neighbours first."""
+    """Return the layout in which warps store results, with adjacent values of a row first.
+
+    The shape is [pairs, 64] for both matrices and [pairs, 128] for one.
+    """
     columns = [[8 << bit, 0] for bit in range(pairs.bit_length() - 4)]
     if both:
         lanes, warps = [[2, 0], [4, 0], [0, 8], [0, 2], [0, 4]], [[0, 16], [0, 32]]
@@ -53,6 +59,9 @@ def stored(pairs, both):
 
 @constexpr_function
 def lined(depth):
-    """How lines of words lie in a slot: each step by itself, so that what is read at once lies in different banks."""
+    """Return the layout of a slot's lines of words.
+
+    Each step is separate, so that parallel reads use different banks.
+    """
     words, rows = [[0, 1 << bit] for bit in range(4)], [[1 << bit, 0] for bit in range(8)]
     return gl.SharedLinearLayout([*words, *rows, *([[0, 16]] if depth == 2 else [])])

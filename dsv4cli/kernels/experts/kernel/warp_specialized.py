@@ -1,11 +1,11 @@
-"""Experts of many tokens on Hopper: bringing inputs and weights, making these bf16 and multiplying them overlap.
+"""Experts of many tokens on Hopper: loading inputs and weights, converting weights to bf16 and multiplying overlap.
 
-A program stays on its multiprocessor and takes units in turn: a tile of up to 64 or 128 pairs of one expert, and 256
-rows of its weights. Four of its warps bring inputs and codes into slots of shared memory, some steps of 128 columns
-ahead; twice four make bf16 of 128 rows each, in registers, which are the left operand from there, while tensor cores
-multiply those before. Where tiles are small, weights are what all wait for: a slot then has two steps, for memory gives
-128 bytes of a row faster than twice 64. Products, roundings and orders of sums are those of `grouped_gemm`, and so are
-inputs' columns. Triton gives warps no work of their own: this is its Gluon.
+A program is persistent: it stays on its multiprocessor and computes units in turn. A unit is a tile of up to 64 or 128
+pairs of one expert, and 256 rows of its weights. Four of its warps load inputs and codes into slots of shared memory, a
+few steps of 128 columns ahead. Two groups of four warps convert 128 rows each to bf16 in registers, the left operand,
+while tensor cores multiply the previous ones. With small tiles the weights are the bottleneck: a slot then has two
+steps, because memory delivers 128 bytes of a row faster than twice 64. Products, rounding, summation order and the
+order of input columns are those of `grouped_gemm`. Triton cannot specialize warps, so this is written in Gluon.
 """
 
 from triton.experimental import gluon
@@ -31,20 +31,24 @@ from dsv4cli.kernels.experts.kernel.warp_layouts import (
 from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
 from dsv4cli.kernels.gluon_launch import gluon_launched
 
-# columns of a step; steps whose scales come at once: 16 bytes of a row
+# columns of a step; steps whose scales are loaded at a time: 16 bytes of a row
 STEP, GROUP = gl.constexpr(128), gl.constexpr(4)
-# rows of a product, of the two that four warps have, and of a unit
+# rows of a product, of the two products of four warps, and of a unit
 ROWS, OWN, LINES = gl.constexpr(64), gl.constexpr(128), gl.constexpr(256)
-# units that multiplying warps know of; more than a tile has pairs
+# units in flight; a number above the pairs of a tile
 TURNS, MANY = gl.constexpr(2), gl.constexpr(256)
-# threads of four warps; registers of one that multiplies, of one that brings
+# threads of four warps; registers per thread of warps that multiply and of warps that load
 THREADS, MULTIPLYING, BRINGING = gl.constexpr(128), gl.constexpr(208), gl.constexpr(88)
 
 
 def products(x, groups: Groups, routing, first, second, out, limit, pairs) -> None:
-    """first, second: the words of matrices [E, N, K], each with those of its scales. With routing as
-    `grouped_gemm.gate_up` of both, without as `grouped_gemm.down` of the first, which is given twice. pairs: 64 or 128,
-    of a tile."""
+    """Compute `grouped_gemm.gate_up` of both matrices with routing, `grouped_gemm.down` of the first without.
+
+    Args:
+        first, second: the words of matrices [E, N, K], each with the words of its scales; the same twice without
+        routing.
+        pairs: of a tile, 64 or 128.
+    """
     (_, rows, _), tiles, both = first[0].shape, len(groups.rows), routing is not None
     programs = min(tiles * (rows // (OWN if both else LINES).value), multiprocessors(x.device))
     _warp_specialized[programs,](
@@ -55,19 +59,19 @@ def products(x, groups: Groups, routing, first, second, out, limit, pairs) -> No
 
 @gluon.jit
 def _unit(unit, tile_expert, tile_start, tile_rows, tiles, N: gl.constexpr, BOTH: gl.constexpr):
-    """Of the unit of this number: pairs, their first position, the first row of the weights."""
+    """Return a unit's number of pairs, their first position, and the first row of its weights."""
     height: gl.constexpr = OWN if BOTH else LINES
     tile = unit // (N // height)
     count = gl.load(tile_rows + tile, tile < tiles, other=0)
     start, expert = gl.load(tile_start + tile, tile < tiles), gl.load(tile_expert + tile, tile < tiles)
-    # a tile that is not needed has neither
+    # unused tiles have neither
     start, expert = gl.where(count > 0, start, 0), gl.where(count > 0, expert, 0)
     return count, start, expert * N + unit % (N // height) * height
 
 
 @gluon.jit
 def _sources(order, start, count, PER_TOKEN: gl.constexpr, BOTH: gl.constexpr, PAIRS: gl.constexpr):
-    """Rows of x that a tile takes, and by pair its number."""
+    """Return the rows of x for a tile, and the number of each pair."""
     column, each = gl.arange(0, PAIRS, layout=gl.SliceLayout(1, INPUTS)), gl.arange(0, PAIRS, layout=EACH)
     source = start + column
     if BOTH:
@@ -77,13 +81,13 @@ def _sources(order, start, count, PER_TOKEN: gl.constexpr, BOTH: gl.constexpr, P
 
 @gluon.jit
 def _both(first, second, line):
-    """Pointers of lines: which rows are the second matrix's."""
+    """Select each line's pointer: lines with the bit ROWS are the second matrix's."""
     return gl.where((line & ROWS) > 0, second, first)
 
 
 @gluon.jit
 def _scales(first, second, begin, step, K: gl.constexpr, BOTH: gl.constexpr):
-    """Scales of GROUP steps, rows `begin` on: int32 [LINES, GROUP]."""
+    """Load the scales of GROUP steps, from row `begin` on: int32 [LINES, GROUP]."""
     line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, SCALES)), 1)
     word = gl.expand_dims(gl.arange(0, GROUP, layout=gl.SliceLayout(0, SCALES)), 0)
     place = begin.to(gl.int64) * (K // STEP) + step
@@ -92,7 +96,7 @@ def _scales(first, second, begin, step, K: gl.constexpr, BOTH: gl.constexpr):
 
 @gluon.jit
 def _keep(scales, values, group):
-    """The scales of this group into shared memory, by step."""
+    """Store the scales of this group in shared memory, by step."""
     even, odd = gl.split(gl.reshape(values, [LINES, 2, 2]))
     zero, two = gl.split(even)
     one, three = gl.split(odd)
@@ -108,7 +112,7 @@ def _bring(
     x, first, first_scale, second, second_scale, order, tile_expert, tile_start, tile_rows, tiles, routing, turns,
     steps, results, units, unit_filled, N: gl.constexpr, K: gl.constexpr, PER_TOKEN: gl.constexpr, BOTH: gl.constexpr,
 ):  # fmt: skip
-    """Takes units, and brings what the others need of them into shared memory."""
+    """Take units in turn, and load the data that the other warps need into shared memory."""
     inputs, words, scales, filled, freed = steps
     places, factors, unit_freed = results
     PAIRS: gl.constexpr = places.shape[1]
@@ -138,7 +142,7 @@ def _bring(
         near, some = gl.expand_dims(source * K, 1) + value, gl.expand_dims(column < count, 1)
         offset = begin.to(gl.int64) * (K // 8)
         codes = _both(first + offset, second + offset, line) + within
-        # of the next unit, and of the one after it: nothing waits for loads
+        # prefetch data of the next unit and of the one after it, so that nothing waits for loads
         source, pair = _sources(order, next_start, next_count, PER_TOKEN, BOTH, PAIRS)
         later = 2 * gl.num_programs(0) + gl.atomic_add(turns + (0 if BOTH else 1), 1, sem="relaxed")
         later_count, later_start, later_begin = _unit(later, tile_expert, tile_start, tile_rows, tiles, N, BOTH)
@@ -149,7 +153,7 @@ def _bring(
             for part in range(GROUP // DEPTH):
                 await_freed(freed, number)
                 if part == 0:
-                    # who read these scales' place last has ended: it came before what was freed
+                    # the last reader of these scales' place has finished: it came before the slot that was freed
                     _keep(scales, scale, number // (GROUP // DEPTH))
                     following = gl.where(more, group + 1, 0) * GROUP
                     scale = _scales(
@@ -172,8 +176,10 @@ def _bring(
 
 @gluon.jit
 def _codes(words, scales, number, part: gl.constexpr, line: gl.constexpr):
-    """Lines `line` on of a step, the slot's first or second: its words in two halves [ROWS, 4, 2], the factors of their
-    columns [ROWS, 4, 1]."""
+    """Read lines from `line` on of one step of a slot.
+
+    Returns their words in two halves [ROWS, 4, 2] and the factors of their columns [ROWS, 4, 1].
+    """
     slots: gl.constexpr = words.shape[0]
     each: gl.constexpr = words.shape[2] * 8 // STEP
     codes = words.index(number % slots).slice(line, ROWS).slice(part * (STEP // 8), STEP // 8, 1).load(READ)
@@ -189,7 +195,7 @@ def _codes(words, scales, number, part: gl.constexpr, line: gl.constexpr):
 
 @gluon.jit
 def _values(words, factor, tile: gl.constexpr):
-    """Half a step's codes as a left operand: bf16 [ROWS, STEP / 2]."""
+    """Decode half a step's codes to a left operand: bf16 [ROWS, STEP / 2]."""
     upper = words >> 8
     even = gl.join(fp4_pairs(words, factor, 0), fp4_pairs(upper, factor, 0))
     odd = gl.join(fp4_pairs(words, factor, 4), fp4_pairs(upper, factor, 4))
@@ -200,7 +206,7 @@ def _values(words, factor, tile: gl.constexpr):
 
 @gluon.jit
 def _added(sums, more, weights, given, FIRST: gl.constexpr, MORE: gl.constexpr):
-    """The sums of FIRST pairs, and of MORE, with half a step's products, which may not have ended."""
+    """Add half a step's products to the sums of FIRST pairs, and of MORE. The products are asynchronous."""
     sums = warpgroup_mma(weights, given.slice(0, FIRST).permute((1, 0)), sums, is_async=True)
     if MORE:
         weights = gl.convert_layout(weights, gl.DotOperandLayout(0, held(MORE), 2), assert_trivial=True)
@@ -210,7 +216,7 @@ def _added(sums, more, weights, given, FIRST: gl.constexpr, MORE: gl.constexpr):
 
 @gluon.jit
 def _ended(one, two, more_one, more_two, PENDING: gl.constexpr, MORE: gl.constexpr):
-    """The sums when at most so many of the products that were added last have not ended."""
+    """Wait until at most PENDING of the last added products are still running, and return the sums."""
     if MORE:
         one, two, more_one, more_two = warpgroup_mma_wait(2 * PENDING, deps=[one, two, more_one, more_two])
     else:
@@ -220,7 +226,10 @@ def _ended(one, two, more_one, more_two, PENDING: gl.constexpr, MORE: gl.constex
 
 @gluon.jit
 def _products(steps, number, K: gl.constexpr, line: gl.constexpr, FIRST: gl.constexpr, MORE: gl.constexpr):
-    """Lines `line` on times a tile's pairs: fp32 [ROWS, FIRST] of both halves of the lines, [ROWS, MORE] of both."""
+    """Multiply lines from `line` on by a tile's pairs.
+
+    Returns fp32 [ROWS, FIRST] of both halves of the lines, then [ROWS, MORE] of both.
+    """
     inputs, words, scales, filled, freed = steps
     SLOTS: gl.constexpr = words.shape[0]
     DEPTH: gl.constexpr = words.shape[2] * 8 // STEP
@@ -247,7 +256,7 @@ def _products(steps, number, K: gl.constexpr, line: gl.constexpr, FIRST: gl.cons
             if part + 1 < DEPTH:
                 left, right, factor = _codes(words, scales, number, part + 1, line)
                 weights = _values(left, factor, tile)
-        # ptxas keeps nothing running over the end of a loop; behind the last step what is read is not used
+        # ptxas keeps no product running across loop iterations; what is read after the last step is not used
         after = number + 1
         mbarrier.wait(filled.index(after % SLOTS), after // SLOTS & 1, pred=step + DEPTH < K // STEP)
         left, right, factor = _codes(words, scales, after, 0, line)
@@ -263,7 +272,7 @@ def _store(
     one, two, out, limit, places, factors, first: gl.constexpr, count, column, N: gl.constexpr, BOTH: gl.constexpr,
     PAIRS: gl.constexpr,
 ):  # fmt: skip
-    """Stores results of pairs `first` on, columns `column` on."""
+    """Store the results of pairs from `first` on, as columns from `column` on."""
     dtype: gl.constexpr = out.dtype.element_ty
     one, two = (one * FP4_FACTOR).to(dtype), (two * FP4_FACTOR).to(dtype)
     if BOTH:
@@ -286,7 +295,7 @@ def _multiply_tile(
     out, limit, steps, results, number, turn, count, column, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr,
     line: gl.constexpr, FIRST: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """One of the two sets of warps' part of a unit of up to FIRST + MORE pairs."""
+    """Compute one warp group's part of a unit of up to FIRST + MORE pairs."""
     places, factors, unit_freed = results
     one, two, more_one, more_two = _products(steps, number, K, line, FIRST, MORE)
     place, factor = places.index(turn % TURNS), factors.index(turn % TURNS)
@@ -307,7 +316,7 @@ def _multiply(
     out, limit, steps, results, units, unit_filled, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr,
     HALF: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies the left half (0) or the right (1) of units' lines, as many columns as there are pairs."""
+    """Multiply the left half (HALF 0) or the right (1) of units' lines, with as many columns as there are pairs."""
     line: gl.constexpr = HALF * OWN
     height: gl.constexpr = OWN if BOTH else LINES
     PAIRS: gl.constexpr = results[0].shape[1]
@@ -363,7 +372,7 @@ def _warp_specialized(
     units = gl.allocate_shared_memory(gl.int32, [TURNS, 1], plain)
     places = gl.allocate_shared_memory(gl.int32, [TURNS, PAIRS], plain)
     factors = gl.allocate_shared_memory(gl.float32, [TURNS, PAIRS], plain)
-    # a copy is told of by each thread, all else by one for all
+    # every thread signals its copies; for everything else one thread signals for all
     filled, freed = ring(SLOTS, THREADS + 1, 2)
     unit_filled, unit_freed = ring(TURNS, 1, 2)
     steps, results = (inputs, words, scales, filled, freed), (places, factors, unit_freed)

@@ -84,13 +84,13 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     tokens, groups, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1 or width > WIDEST:
         raise KernelUnsupported(
-            f"the Triton linear takes bf16 or fp32 rows of up to {WIDEST} consecutive columns, "
+            f"the Triton linear supports bf16 and fp32 rows of up to {WIDEST} consecutive columns, "
             f"not {x.dtype} {tuple(x.shape)} with strides {x.stride()}"
         )
     if any(p.rounded for p in products) and width % 128:
-        raise KernelUnsupported(f"the rounding of an input takes whole blocks of 128 columns, not {width}")
+        raise KernelUnsupported(f"rounding an input requires whole blocks of 128 columns, not {width}")
     if not all(p.weight.is_contiguous() and (p.scale is None or p.scale.is_contiguous()) for p in products):
-        raise KernelUnsupported("the Triton linear takes whole weights, not slices of columns")
+        raise KernelUnsupported("the Triton linear requires whole weights, not slices of columns")
     results = [
         torch.empty(tokens, groups, p.weight.shape[0] // groups, dtype=p.dtype, device=x.device) for p in products
     ]

@@ -64,7 +64,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, 
     """Return x [T, G, K] times the matrices of `weight`, as grouped_linear, in `dtype`."""
     (tokens, groups, width), features = x.shape, weight.shape[0] // x.shape[1]
     if x.stride(-1) != 1 or not weight.is_contiguous():
-        raise KernelUnsupported(f"the Triton linear takes whole weights and consecutive columns, not {x.stride()}")
+        raise KernelUnsupported(f"the Triton linear requires whole weights and consecutive columns, not {x.stride()}")
     y = torch.empty(tokens, groups, features, dtype=dtype, device=x.device)
     if not tokens:
         return y

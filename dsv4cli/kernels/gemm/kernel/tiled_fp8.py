@@ -49,7 +49,7 @@ def linear(codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weigh
 
 def _described(codes: torch.Tensor, rows: int) -> TensorDescriptor:
     if not codes.is_contiguous() or codes.data_ptr() % 16:
-        raise KernelUnsupported("the Triton FP8 linear takes whole matrices that begin at a multiple of 16 bytes")
+        raise KernelUnsupported("the Triton FP8 linear requires whole matrices that start at a multiple of 16 bytes")
     return described(codes, codes.shape, codes.stride(), [rows, FP8_BLOCK])
 
 

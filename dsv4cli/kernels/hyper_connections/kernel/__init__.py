@@ -201,9 +201,9 @@ def _check(streams: torch.Tensor) -> None:
     _, number, width = streams.shape
     rows(streams[:, 0])
     if number & (number - 1):
-        raise KernelUnsupported(f"the Triton hyper-connections take a power of two of streams, not {number}")
+        raise KernelUnsupported(f"the Triton hyper-connections require a power of two of streams, not {number}")
     if width > LONGEST:
-        raise KernelUnsupported(f"the Triton hyper-connections take streams of up to {LONGEST} values, not {width}")
+        raise KernelUnsupported(f"the Triton hyper-connections support streams of up to {LONGEST} values, not {width}")
 
 
 def _collapsed(
