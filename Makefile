@@ -7,6 +7,7 @@ MODELS ?= nano nano-0731
 
 # a test that hangs says where, and fails
 LIMIT := -o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
+SLOW_LIMIT := -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 
 BIN := .venv/bin
 READY := .venv/.ready
@@ -15,7 +16,7 @@ READY := .venv/.ready
 unexport PROMPT
 run: export RUN_PROMPT := $(value PROMPT)
 
-.PHONY: help run test test-gpu quality style wheel completions nano drafter pictures
+.PHONY: help run test test-all test-gpu quality style wheel completions nano drafter pictures
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -27,8 +28,12 @@ run: $(READY) ## answer PROMPT="..." with the default model
 test: $(READY) ## run the default tests, no GPU, no network, no weights; ARGS="-k rope" chooses
 	$(BIN)/python -m pytest -n 2 $(LIMIT) $(ARGS)
 
+test-all: $(READY) ## run all tests that need no GPU, the slow ones too, in about an hour; ARGS chooses
+	$(BIN)/python -m pytest -n 2 -m "not gpu" $(SLOW_LIMIT) $(ARGS)
+
+# three workers for four cores: the tests wait for compilers more than for the GPU
 test-gpu: ## run the GPU tests with the Python at hand, without set-up
-	$(PYTHON) -m pytest -m gpu $(ARGS)
+	$(PYTHON) -m pytest -n $$(($$(nproc) * 3 / 4)) -m gpu $(ARGS)
 
 quality: $(READY) ## check style and types, changing nothing
 	$(BIN)/ruff check
