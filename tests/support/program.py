@@ -5,7 +5,6 @@ import io
 import os
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +23,7 @@ from dsv4cli.engine.runtime import leader_step as drawing
 from dsv4cli.engine.text.prompt_text import calls_parts
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from tests.support.shared_models import share_models
+from tests.support.waiting import comes
 
 ROOT = Path(__file__).resolve().parents[2]
 # one layer: what a command does with the tokens is tested, not the model
@@ -34,11 +34,8 @@ BYTES = Tokenizer.byte_level()
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within five seconds."""
-    end = time.monotonic() + 5
-    while Path(f"/proc/{pid}/cmdline").exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    return not Path(f"/proc/{pid}/cmdline").exists()
+    """Wait until a process has ended and return True, or False where it goes on."""
+    return comes(lambda: not Path(f"/proc/{pid}/cmdline").exists())
 
 
 @dataclass(frozen=True)

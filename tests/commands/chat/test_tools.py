@@ -3,7 +3,6 @@
 import fcntl
 import json
 import sys
-import time
 
 import pytest
 
@@ -16,6 +15,7 @@ from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from dsv4cli.output import Colours, Output
 from tests.support.program import SMALL, Program, calls_block
 from tests.support.terminals import Terminal, says, speak, speaking
+from tests.support.waiting import comes
 
 CALLS = [{"id": "1", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}]
 CALL = calls_block([{"type": "function", **CALLS[0]}])
@@ -129,17 +129,19 @@ def test_what_a_command_has_started_ends_with_it(tmp_path):
     lock = tmp_path / "lock"
     hold = f"import fcntl, subprocess; file = open({str(lock)!r}, 'w'); fcntl.flock(file, fcntl.LOCK_EX)\n"
     quiet = "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
-    script = hold + f"subprocess.Popen(['sleep', '60'], pass_fds=[file.fileno()], {quiet}); print('done')"
+    # longer than `comes` waits
+    script = hold + f"subprocess.Popen(['sleep', '600'], pass_fds=[file.fileno()], {quiet}); print('done')"
     assert carry_out([sys.executable, "-c", script], "", 30, kept=100).out == "done"
     with lock.open() as file:
-        end = time.monotonic() + 10
-        while True:
+
+        def is_free() -> bool:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
             except BlockingIOError:
-                assert time.monotonic() < end, "the process that holds the lock lives"
-                time.sleep(0.01)
+                return False
+            return True
+
+        assert comes(is_free), "the process that holds the lock lives"
 
 
 def test_a_wrong_key_asks_again_and_a_no_is_told(tools):

@@ -18,6 +18,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
+from tests.support.waiting import comes
 
 JOBS = {
     "transformers": ("--to", "transformers", "--max-shard-size", "400kB", "--verify", "off"),
@@ -302,10 +303,7 @@ def test_of_two_that_begin_at_once_with_other_options_one_is_refused(tmp_path, m
 
 
 def wait_until_stopped(pid):
-    deadline = time.monotonic() + 30
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    assert comes(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])

@@ -208,7 +208,7 @@ def test_steps_are_captured_while_there_is_time(monkeypatch):
     assert list(one.chunk_seconds) == sizes
     assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]
     assert all(len({*ids}) > 20 and sequence is one.graphs.padding for sequence, ids in ran)
-    assert all(0 < seconds < 10 for seconds in one.chunk_seconds.values())
+    assert all(seconds > 0 for seconds in one.chunk_seconds.values())
     one.add(Request(text(40, 1), Sampling(), Limits(), end=50))
     one.preparing.happened = True
     one.run()

@@ -5,7 +5,6 @@ import hashlib
 import json
 import random
 import re
-import time
 
 import pytest
 
@@ -13,6 +12,7 @@ from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 from dsv4cli.engine.text.inputs import read_messages
 from tests.support.browser import CHROMIUM, SHIFT, browser
 from tests.support.chat_server import ChatServer, Says
+from tests.support.waiting import comes
 
 in_browser = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="needs chromium")]
 STILL = "!document.body.hasAttribute('data-answering')"
@@ -498,9 +498,7 @@ class TestPage:
         answered(opened)
         opened.browser("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
         opened.click("#save")
-        end = time.monotonic() + 10
-        while not (tmp_path / "conversation.json").exists() and time.monotonic() < end:
-            time.sleep(0.05)
+        assert comes((tmp_path / "conversation.json").exists)
         messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
         assert read_messages(tmp_path / "conversation.json") == messages
         assert opened.complaints == []

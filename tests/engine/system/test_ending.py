@@ -3,11 +3,11 @@
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.support.program import ROOT
+from tests.support.waiting import comes
 
 # a main thread in C, which waits for itself
 STUCK = """\
@@ -77,10 +77,7 @@ def test_a_process_ends_with_the_one_that_has_started_it():
     with start(parent, ORPHAN) as program:
         child = int(program.stdout.readline().split()[-1])
         program.kill()
-    end = time.monotonic() + 10
-    while running(child) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not running(child)
+    assert comes(lambda: not running(child))
 
 
 def test_a_process_whose_parent_has_ended_already_ends():
