@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.chat.test_conversation import dialogue, user
 from tests.support.program import ROOT, gone
 from tests.support.small_model import model, prompts
+from tests.support.waiting import comes
 
 CHAT = [sys.executable, "-m", "dsv4cli", "chat", "--tp", "2", "--temperature", "0", "--no-history"]
 # goes on for minutes, whatever is asked
@@ -210,10 +210,8 @@ def test_a_leader_that_ends_takes_the_others_with_it(tmp_path, number):
 def test_signals_while_ranks_start(tmp_path, number, code):
     program = started(tmp_path, *ENDLESS)
     assert program.stderr.readline() == "starting 2 ranks\n"
-    begin = time.monotonic()
-    while not (pids := ranks(program)):
-        assert time.monotonic() - begin < SECONDS
-        time.sleep(0.05)
+    assert comes(lambda: ranks(program))
+    pids = ranks(program)
     program.send_signal(number)
     assert gone(pids[0])
     assert "Traceback" not in program.communicate(timeout=SECONDS)[1]
