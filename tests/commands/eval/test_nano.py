@@ -163,4 +163,10 @@ def test_killed_twenty_times_it_loses_nothing_and_asks_nothing_again(tmp_path):
     whole = tmp_path / "whole.jsonl"
     code, _, err = run("eval", *command[4:-1], whole)
     assert code == 0, err
-    assert read_results(whole)[1] == read_results(out)[1]
+    ours, theirs = (read_results(path)[1] for path in (out, whole))
+    assert {index: replace(one, nll=None) for index, one in ours.items()} == {
+        index: replace(one, nll=None) for index, one in theirs.items()
+    }
+    # a BLAS may sum the rows of large steps in another order, and kills change which items share a step
+    for index, one in theirs.items():
+        assert ours[index].nll == (one.nll if one.nll is None else pytest.approx(one.nll, rel=1e-5))
