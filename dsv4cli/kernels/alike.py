@@ -5,7 +5,7 @@ rows and for many rows, and for the values that do not fill a whole vector. Here
 products of one fixed shape, and every value is part of a whole vector.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,19 +20,18 @@ VECTORS = 32
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x @ weight.T: fp32 [T, K], fp32 [N, K] -> fp32 [T, N]."""
-    return products(x, [weight])[0]
+    return next(products(x, [weight]))
 
 
-def products(x: torch.Tensor, weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return x @ weight.T for each weight, in order: fp32 [T, K], fp32 [N, K] each -> fp32 [T, N] each."""
+def products(x: torch.Tensor, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield x @ weight.T for each weight, in order: fp32 [T, K], fp32 [N, K] each -> fp32 [T, N] each."""
     count = x.shape[0]
-    if count > ROWS_ALIKE:
-        return [F.linear(x, weight) for weight in weights]
-    if count <= TILE:
-        rows = _filled(x)
-        return [F.linear(rows, weight)[:count] for weight in weights]
-    tiles = [_filled(tile) for tile in x.split(TILE)]
-    return [torch.cat([F.linear(tile, weight) for tile in tiles])[:count] for weight in weights]
+    alone = count <= TILE or count > ROWS_ALIKE
+    tiles = [x if count > ROWS_ALIKE else _filled(tile) for tile in ([x] if alone else x.split(TILE))]
+    for weight in weights:
+        parts = [F.linear(tile, weight) for tile in tiles]
+        del weight  # it may be a dequantized copy, and the next one is made before the loop lets go of this one
+        yield (parts[0] if alone else torch.cat(parts))[:count]
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:

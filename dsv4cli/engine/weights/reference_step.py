@@ -69,7 +69,7 @@ class WidestStep:
         widening, held = WIDENED[form]
         product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
         return max(
-            widening * rows * columns,
+            widening * rows * columns + FP32 * self.tokens * columns,
             product,
             (FP32 + ACTIVATION) * self.tokens * rows,
             ROUNDED * self.tokens * columns,

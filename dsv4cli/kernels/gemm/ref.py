@@ -39,12 +39,12 @@ def linears(
     plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    wide = x.float()
-    return (
-        _linears(block_scale.fp8_round(wide, FP8_BLOCK), rounded, x) if rounded else [],
-        _linears(wide, plain, x) if plain else [],
-        alike.products(wide, (weight.float() for weight in fp32)) if fp32 else [],
-    )
+    inputs = x.float()
+    of_plain = _linears(inputs, plain, x) if plain else []
+    of_fp32 = list(alike.products(inputs, (weight.float() for weight in fp32))) if fp32 else []
+    if rounded:
+        inputs = block_scale.fp8_round(inputs, FP8_BLOCK)  # last, in place of the others' inputs
+    return _linears(inputs, rounded, x) if rounded else [], of_plain, of_fp32
 
 
 def _linears(

@@ -79,7 +79,7 @@ def test_logits_that_are_not_finite(dsv4, tmp_path):
 def test_gpu_memory_that_is_no_size_or_too_small(dsv4):
     refused(dsv4("run", "hi", "--gpu-memory", "120"), 2, "--gpu-memory '120' is not a size")
     done = dsv4("run", "hi", "--gpu-memory", "5MB")
-    refused(done, 5, "0.005 GB of GPU memory are too few")
+    refused(done, 5, "0.005 GB of GPU memory is not enough for the weights")
     assert "--gpu-memory 8MB" in done.err.splitlines()[-1]
 
 
