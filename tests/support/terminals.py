@@ -173,8 +173,9 @@ class Terminal:
 
     def leave(self) -> int:
         """Reads the rest; the exit code, or the signal as a negative number."""
+        end = time.monotonic() + SECONDS
         while self._read():
-            pass
+            assert time.monotonic() < end, f"does not end: {self.plain[self._seen :]!r}"
         os.close(self.master)
         return os.waitstatus_to_exitcode(os.waitpid(self.program, 0)[1])
 

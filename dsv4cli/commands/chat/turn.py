@@ -234,7 +234,8 @@ class Chat:
         """Have Ctrl-C end an answer before its next step, or a call or a breakable prefill at once; twice it leaves."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            self.leaving = self.interrupts.again()
+            if self.interrupts.again():  # never back to False: a second signal may run inside the handler of the first
+                self.leaving = True
             self.stopped = True
             self.conversation.stop()
             if self._breakable:

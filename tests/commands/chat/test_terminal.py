@@ -4,6 +4,7 @@ import json
 import os
 import select
 import shutil
+import signal
 import stat
 import sys
 import threading
@@ -139,16 +140,21 @@ def test_ctrl_c_twice_at_the_prompt_quits(terminal, tmp_path):
 
 
 def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
-    def tell(patch):
+    def press_again(patch):
         again = turn.Interrupts.again
-        # not through a stream, which the signal may have interrupted
-        patch.setattr(turn.Interrupts, "again", lambda self: (again(self), os.write(2, b"[Ctrl-C]"))[0])
+        presses = iter([signal.SIGINT])
 
-    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.4, twice=60, change=tell)
+        def interrupted(self):
+            second = again(self)
+            for press in presses:  # inside the handler of the first
+                signal.raise_signal(press)
+            return second
+
+        patch.setattr(turn.Interrupts, "again", interrupted)
+
+    one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01, twice=60, change=press_again)
     one.type("go\r")
     one.until("word")
-    one.type("\x03")
-    one.until("[Ctrl-C]")  # two signals at once are one; the next comes in the same step, not while the editor starts
     one.type("\x03")
     assert one.leave() == 130
     assert "Traceback" not in one.shown
