@@ -234,7 +234,7 @@ class Chat:
         """Have Ctrl-C end an answer before its next step, or a call or a breakable prefill at once; twice it leaves."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.interrupts.again():  # never back to False: a second signal may run inside the handler of the first
+            if self.interrupts.again():  # perhaps inside the handler of the first: never back to False
                 self.leaving = True
             self.stopped = True
             self.conversation.stop()
