@@ -1,4 +1,4 @@
-"""The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/python.md` shows it."""
+"""The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/reference/python.md` shows it."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""`from dsv4cli import Model`: the example of docs/python.md, and what surrounds it."""
+"""`from dsv4cli import Model`: the example of docs/reference/python.md, and what surrounds it."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.errors import ModelNotFound, NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.golden_data import remember_weights
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "python.md"
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "python.md"
 HI = [{"role": "user", "content": "What is 17 + 25?"}]
 TINY = "random:tiny,layers=1"
 ANSWER = "17 + 25 = 42."

@@ -1,4 +1,4 @@
-"""The table of docs/kernels.md: `python -m tools.kernel_table docs/kernels-h200/*.json` prints it.
+"""The table of docs/internals/kernels.md: `python -m tools.kernel_table docs/internals/kernels-h200/*.json` prints it.
 
 The documents are those of `dsv4 profile kernels --model flash --json`; what the best other kernels take was measured
 once on the same kind of card, in CUDA graphs over rotated buffers.

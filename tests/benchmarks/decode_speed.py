@@ -1,4 +1,5 @@
-"""How fast a model of random weights decodes and prefills on this machine's GPUs: the numbers of docs/performance.md.
+"""How fast a model of random weights decodes and prefills on this machine's GPUs: the numbers of
+docs/internals/performance.md.
 
 python -m tests.benchmarks.decode_speed --model random:flash,experts=192 --context 4096 --context 131072
 torchrun --nproc-per-node 2 -m tests.benchmarks.decode_speed --batch 1 --batch 16 --batch 64 --prefill 8192

@@ -43,7 +43,7 @@ def documents() -> list[Path]:
     """README, the documents and the cards of the built-in models."""
     return [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "dsv4cli").glob("nano*/README.md")),
     ]
 

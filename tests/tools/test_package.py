@@ -106,7 +106,8 @@ def editable(tmp_path):
 
 @pytest.mark.slow
 def test_a_type_checker_finds_the_package(editable, tmp_path):
-    example = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)[1]
     (tmp_path / "user.py").write_text(f"{example}\nreveal_type(answer)\n")
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(editable), "user.py"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}

@@ -281,8 +281,7 @@ class Chat:
         self.count.drawn += drawn
         used = conversation.prompt_tokens + drawn
         rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
-        drafts = conversation.drafts
-        per_step = None if drafts is None else drafts.tokens_per_step
+        per_step = None if conversation.drafts is None else conversation.drafts.tokens_per_step
         rate += f", {per_step:.1f} a step" if rate and per_step else ""
         first = f" · first after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""

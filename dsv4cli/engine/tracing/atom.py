@@ -1,6 +1,6 @@
 """Reads what ATOM's dump writes: `layer{LL}_{Class}_rank{R}.pt`, one module's output each; nothing is unpickled.
 
-Source: ATOM, atom/utils/debug_helper/dump.py. Other engines can write the same files (docs/trace.md).
+Source: ATOM, atom/utils/debug_helper/dump.py. Other engines can write the same files (docs/guides/trace.md).
 """
 
 import re

@@ -15,7 +15,7 @@ MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s|a step|tokens a step)\b)|\d
 
 def shown_in_the_document():
     """The file of tools and the terminal from the command on, as docs/chat.md has them."""
-    text = (ROOT / "docs/chat.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/guides/chat.md").read_text(encoding="utf-8")
     before, _, behind = text.partition(COMMAND)
     return before.rpartition("$ cat price.json\n")[2], behind.partition("```")[0]
 

@@ -115,7 +115,7 @@ def test_the_same_rows_in_company(whole, company, tmp_path):
 
 
 def test_chunks_differ_by_rounding_alone(whole, tmp_path):
-    # a prompt's first step sums in an order of its own (docs/exactness.md)
+    # a prompt's first step sums in an order of its own (docs/reference/exactness.md)
     chunks = record(Walk(small_model.model(), tracing.CPU, chunk=5), tmp_path / "other")
     assert max(one.relative for one in differences(whole, chunks, fed=False)) < 1e-6
 
