@@ -1,1 +1,1 @@
-"""How good is a model, and is it as good as another?"""
+"""Evaluation: score a model on a set of questions, and compare two models."""

@@ -1,4 +1,4 @@
-"""Items asked of a model: each as requests of one engine, and what came back as an outcome."""
+"""Runs evaluation items through an engine and turns the answers or scores into outcomes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,10 +26,14 @@ from dsv4cli.errors import UsageError
 
 @dataclass(eq=False)
 class Posed:
-    """An item as requests: one that is answered, or one for each text that is scored behind the prompt.
+    """An evaluation item and its engine requests: one to generate an answer, or one for each text to score.
 
-    rows: of each scored request the log-probability and the likeliest token, from the last row of the prompt on;
-    seen: how many of its rows there were so far.
+    Attributes:
+        index: the item's position in the set.
+        prompt: token ids of the prompt; a scored text is appended to them.
+        drawn: whether an answer is generated; otherwise texts are scored.
+        rows: log-probability and likeliest token of each row of a scored request, from the prompt's last row on.
+        seen: how many rows of each scored request have arrived, including those before the prompt's last row.
     """
 
     index: int
@@ -44,11 +48,11 @@ class Posed:
     seen: dict[Request, int] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Before the first step of its requests."""
+        """Create the empty answer. Call it before the first step of the item's requests."""
         self.answer = Answer(self.dialogue.tokenizer, self.dialogue.thinks(self.prompt), self.requests[0].limits.stops)
 
     def take(self, engine: Engine, result: Result, on_token: Callable[[Token, bool], None]) -> bool:
-        """Takes what a request got in a step; whether the item has its outcome now."""
+        """Add what a request got in a step. Return True if the item is complete."""
         if not self.drawn:
             self._score(result)
             return all(self.seen.get(request) == len(request.prompt) for request in self.requests)
@@ -63,13 +67,13 @@ class Posed:
     def _score(self, result: Result) -> None:
         assert result.scores is not None
         request, rows = result.request, list(zip(result.scores.logprobs, result.scores.top, strict=True))
-        # row i tells of token i + 1
+        # row i scores token i + 1, so the continuation's first score is in the prompt's last row
         behind = max(len(self.prompt) - 1 - self.seen.get(request, 0), 0)
         self.seen[request] = self.seen.get(request, 0) + len(rows)
         self.rows.setdefault(request, []).extend(rows[behind:])
 
     def outcome(self) -> Outcome:
-        """What it came to, once all is there; what led to it is let go."""
+        """Return the outcome of a complete item, and free its answer, rows and requests."""
         found = _answered(self) if self.drawn else _scored(self)
         del self.answer
         self.rows.clear()
@@ -78,12 +82,18 @@ class Posed:
 
 
 def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool) -> Posed:
-    """The item as requests. usual: the format of prompts where the item does not say whether to think; texts are scored
-    without thinking. by_answer: whether choices are answered in a text. Raises UsageError for what the model cannot
-    take."""
+    """Turn an item into engine requests.
+
+    Args:
+        usual: prompt format of items that do not set `think`. Texts are always scored without thinking.
+        by_answer: generate an answer to multiple-choice items instead of scoring each choice.
+
+    Raises:
+        UsageError: the model cannot process the item.
+    """
     scored = item.score == "continuation" or (item.score == "choice" and not by_answer)
     if scored and item.think:
-        raise UsageError(f'"think" is true, and a {item.score} is scored', "leave out one, or use --choices answer")
+        raise UsageError(f'"think" is true, but a {item.score} is scored', "remove one, or use --choices answer")
     dialogue = _dialogue(usual, False if scored else item.think)
     prompt = dialogue.prompt(item.messages)
     posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
@@ -91,7 +101,7 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
         limits = replace(limits, logprobs=1)
         for text in _texts(item, dialogue):
             ids = prompt.ids + text
-            check_text(ids, dialogue.config, limits, "the prompt with what is scored")
+            check_text(ids, dialogue.config, limits, "the prompt plus the scored text")
             posed.requests.append(Request(ids, Sampling(), limits, scored=True))
         return posed
     max_new_tokens(prompt.ids, dialogue.config, limits)
@@ -100,8 +110,10 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
 
 
 def _dialogue(usual: Dialogue, think: bool | None) -> Dialogue:
-    """The usual format, or that with or without thinking; where one item alone is thought about, with the least
-    effort."""
+    """Return the prompt format with thinking set as the item asks.
+
+    An item that turns thinking on by itself thinks at the lowest effort.
+    """
     if think is None or think == usual.thinking:
         return usual
     thinking, effort = think_options(usual.release, EFFORTS[usual.release][0] if think else "off")
@@ -109,7 +121,7 @@ def _dialogue(usual: Dialogue, think: bool | None) -> Dialogue:
 
 
 def _texts(item: EvalItem, dialogue: Dialogue) -> list[list[int]]:
-    """The tokens that are scored behind the prompt: of each choice, or of the continuation."""
+    """Return the token ids to score after the prompt: of each choice, or of the continuation."""
     if item.score == "choice":
         return [dialogue.text_ids(choice) for choice in item.choices]
     if item.tokens:
@@ -119,12 +131,16 @@ def _texts(item: EvalItem, dialogue: Dialogue) -> list[list[int]]:
 
 
 def _token_id(tokenizer: Tokenizer, spelt: bytes) -> int:
-    """The token of these bytes, which may be a part of a character, or a special token's text. Raises UsageError."""
+    """Return the id of the token with these bytes, which may be part of a character or the text of a special token.
+
+    Raises:
+        UsageError: the vocabulary has no such token.
+    """
     found, text = tokenizer.token_id("".join(BYTE_CHARACTERS[byte] for byte in spelt)), spelt.decode(errors="replace")
     if found is None and text in tokens.SPECIAL:
         found = tokenizer.token_id(text)
     if found is None:
-        raise UsageError(f"the model has no token {spelt!r}", "these continuations are of a model with other tokens")
+        raise UsageError(f"the model has no token {spelt!r}", "use continuations of a model with the same vocabulary")
     return found
 
 
@@ -139,10 +155,19 @@ def carry_out(
     drafting: Drafting = NO_DRAFTS,
     on_end: Callable[[Engine], None],
 ) -> Iterator[Outcome]:
-    """Asks all and yields what each came to, as soon as it is there. First come those that are answered.
+    """Run all items in one engine and yield each outcome as soon as it is complete.
 
-    on_token: called with each token that is drawn, and whether another of its answer came before. The others are as in
-    `generate_answers`. Raises UnsoundResult for logits that are not finite, NotEnoughMemory.
+    Items with a generated answer are added to the engine before scored items.
+
+    Args:
+        on_token: called with each generated token, and whether its answer already had one.
+        on_end: called with the engine after the last outcome.
+
+    The other arguments are those of `generate_answers`.
+
+    Raises:
+        UnsoundResult: logits are not finite.
+        NotEnoughMemory: a step needs more memory than there is.
     """
     ordered = sorted(posed, key=lambda one: not one.drawn)
     owners = {request: one for one in ordered for request in one.requests}

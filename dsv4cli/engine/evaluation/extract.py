@@ -1,7 +1,8 @@
-r"""Find what an answer says: the number, the choice or the formula in a text that also explains it; no torch.
+r"""Extract the final answer from a text that may also explain it: a number, a choice or a formula. No torch.
 
-The final part of a text is the content of its last `\boxed{…}`, else what follows the last `####`, else what follows
-the last "answer is", "answer:", "correct option:" or "答案：" in its line, or in the next line if it is a heading.
+The final part of a text is the content of its last `\boxed{…}`. Without a box, it is what follows the last `####`.
+Without that, it is what follows the last "answer is", "answer:", "correct option:" or "答案：" on the same line, or
+the next line if the phrase is a heading.
 """
 
 import re
@@ -17,7 +18,7 @@ __all__ = ["boxed", "choice_in", "compiled", "final_part", "number_in", "number_
 
 _BOX = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*\{)|\\(?:boxed|fbox)\s*(?P<bare>[^\s{}$]+)|\\.|[{}]", re.DOTALL)
 _HASHES = re.compile(r"(?<!#)####(?!#)[ \t]*(?P<rest>[^\n]*)")
-# what follows `####` in an answer; a heading has words or the number of a section
+# what follows `####` in an answer; after a Markdown heading's `####` come words or a section number
 _VALUE = re.compile(r"[\s*_`$€£¥\\-]*(?:[\d.]|\\[dt]?frac|[A-Z]\W*$)(?!\d*[.):]\s+\*{0,2}[A-Za-z])")
 _SUBJECT = r"(?:\banswers?\b|\b(?:correct|right|best|final)\s+(?:option|choice)\b|答案|正确(?:的)?选项)"
 _VERB = r"(?:(?:is|was|(?:would|should|must|will)\s+be|equals)\b|应?该?[是为為]|[:=])"
@@ -38,7 +39,7 @@ _STARTS = re.compile(
 )
 _BOLD = re.compile(r"\*\*([^*]+)\*\*")
 _STATED = re.compile(r"\b(?:is|was|are|equals|to)\b|[:=是为]", re.IGNORECASE)
-# of choices
+# patterns for choices
 _LINE = re.compile(r"(?:(?i:option|choice|选项)\s*)?\(?([A-Z])(?:\)?[.):](?P<text>.*)|\)?)$")
 _HEDGE = re.compile(r"[\s*)]*(?:or|and|[/,、&]|和|或)\s*(?:option\s+)?[(*]*([A-Z])(?!\w|\s+[a-z])")
 _WORD = re.compile(r"\s+(?!(?:because|since|as|is|due|for|and|or)\b)[a-z']")
@@ -50,14 +51,14 @@ _CHOSEN = re.compile(
 
 
 def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern of a file, of which Python's warnings say nothing to a user. Raises re.error."""
+    """Compile a pattern from a question file without Python's syntax warnings. Raises re.error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return re.compile(pattern)
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{…}` that is closed and not empty; `\fbox{…}` and `\boxed 5` count too."""
+    r"""Return the content of the last closed, non-empty `\boxed{…}`. `\fbox{…}` and `\boxed 5` count too."""
     content = None
     begins: list[int | None] = []  # of the open groups: where the content of a box begins, None for other groups
     for found in _BOX.finditer(text):
@@ -71,7 +72,7 @@ def boxed(text: str) -> str | None:
 
 
 def final_part(text: str) -> str | None:
-    """Return the part of a text that its writer marks as the answer, None where nothing is marked."""
+    """Return the part of a text that is marked as the answer, or None if nothing is marked."""
     found = boxed(text)
     if found is not None:
         return found
@@ -81,7 +82,7 @@ def final_part(text: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    """Return what follows the last phrase such as "the answer is" that does not say what the answer is not."""
+    """Return what follows the last phrase such as "the answer is", skipping negated ones ("the answer is not …")."""
     text = _full_width(text)
     for end in sorted((one.end() for mark in (_ANSWER, _HEADING) for one in mark.finditer(text)), reverse=True):
         part = _next_line(text, end)
@@ -91,7 +92,7 @@ def _marked(text: str) -> str | None:
 
 
 def _next_line(text: str, begin: int) -> str:
-    """Return the rest of a line, or the next line where the rest is empty; rules such as `-----` are empty too."""
+    """Return the rest of the line, or the next line with text if it is empty. Rules such as `-----` count as empty."""
     while begin < len(text):
         end = text.find("\n", begin)
         line = text[begin : end if end >= 0 else len(text)].strip()
@@ -102,12 +103,12 @@ def _next_line(text: str, begin: int) -> str:
 
 
 def _full_width(text: str) -> str:
-    """Return a text with ASCII in the place of full-width letters, digits and signs."""
+    """Replace full-width letters, digits and punctuation with ASCII."""
     return re.sub("[！-～]", lambda found: unicodedata.normalize("NFKC", found[0]), text)
 
 
 def number_in(text: str) -> Fraction | None:
-    """Return the number that a text gives as its answer: that of its final part, else the last one of the text."""
+    """Return the number that a text states as its answer: from its final part, or else the last number in the text."""
     part = final_part(text)
     found = None if part is None else _stated(part)
     if found is not None:
@@ -117,7 +118,7 @@ def number_in(text: str) -> Fraction | None:
 
 
 def _stated(part: str) -> Fraction | None:
-    """Return the number that a final part states: that of its first sentence with a number."""
+    """Return the number that a final part states in its first sentence with a number."""
     whole = number_alone(part)
     if whole is not None:
         return whole
@@ -133,7 +134,7 @@ def _stated(part: str) -> Fraction | None:
 
 
 def _right_side(equation: str) -> Fraction | None:
-    """Return the number of an equation: the last side that is one, else the first number of the last side."""
+    """Return the number of an equation: the last side that is only a number, else the first number of the last side."""
     sides = re.split(r"=|≈|\\approx(?![a-z])", equation)
     whole = [number for side in sides if (number := number_alone(side.strip(" $"))) is not None]
     numbers = [found[0] for side in sides if (found := numbers_in(side))]
@@ -144,7 +145,7 @@ def _right_side(equation: str) -> Fraction | None:
 def choice_in(text: str, choices: Sequence[str]) -> int | None:
     """Return the index of the choice that a text names; None if it names none or several.
 
-    In this order: its final part; its last line, or its first, if that is a choice or begins with its letter; a phrase
+    Tried in order: the final part; the last line, then the first, if it is a choice or begins with its letter; a phrase
     such as "I choose B", "option B is correct" or "故选B".
     """
     part = final_part(text)
@@ -160,7 +161,7 @@ def choice_in(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _named(text: str, choices: Sequence[str]) -> int | None:
-    """Return the choice that a final part is, or whose letter it begins with, or whose letter is the only one in it."""
+    """Return the index of the choice that a final part equals, begins with as a letter, or has as its only letter."""
     whole = _whole(text, choices)
     if whole is not None:
         return whole
@@ -177,7 +178,7 @@ def _named(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _line(text: str, choices: Sequence[str]) -> int | None:
-    """Return the choice that the last or the first line of a text is; None where lines list several choices."""
+    """Return the index of the choice on the last line, or on the first. None if lines list several choices."""
     whole = _whole(text, choices)
     lines = [_bare(one) for one in text.splitlines() if one.strip(_EDGES)]
     if whole is not None or not lines:

@@ -1,4 +1,4 @@
-"""Which form has a file of questions? Our own, or one of the public ones that users have; no torch."""
+"""Detect the format of a question file and read it: our own, or a public benchmark's. No torch."""
 
 import csv
 import gzip
@@ -19,25 +19,32 @@ from dsv4cli.errors import UsageError
 BUILT_IN = "nano"
 NANO_FILE = Path(__file__).with_name("nano.jsonl")
 LETTERS = tuple("ABCD")
-# MMLU-Pro has up to ten choices; shorter lists were filled up with this text
+# MMLU-Pro has up to ten choices; shorter lists are padded with this text
 _MORE_LETTERS, _NO_CHOICE = "ABCDEFGHIJ", "N/A"
 _BOX = "\n\nReason step by step, and put the final answer within \\boxed{}."
-# of questions with letters: judged by likelihood, or by an answer that may explain itself
+# endings of multiple-choice prompts: to score each letter, or to generate an answer with reasoning
 _ALONE = "Answer with the letter of the right choice alone."
 _REASONED = "Reason step by step. Let the last line be the letter of the right choice, as in: Answer: A"
 _CODE = "Complete this Python function. Answer with the whole function in one block of code.\n\n```python\n{}\n```"
 FORMS = (
     "lines {prompt or messages, answer, score}, gsm8k, math500, humaneval, mmlu and mmlu_pro as JSON lines, mmlu "
-    "and gpqa as CSV, any of them compressed by gzip, the official continuations of ds4 as .vec or manifest.tsv"
+    "and gpqa as CSV, optionally gzip-compressed, the official continuations of ds4 as .vec or manifest.tsv"
 )
-_AS_PUBLISHED = "give the file as it was published"
+_AS_PUBLISHED = "use the file as it was published"
 _Lines = tuple[list[tuple[int, EvalItem]], list[BadLine]]
 _Table = Iterator[tuple[int, "_Lettered | UsageError"]]
 
 
 def read_set(name: str, by_answer: bool) -> EvalSet:
-    """The items of the set that is built in, or of a file, in whichever form; by_answer: whether choices of public
-    files are to be answered in a text. Raises UsageError that names every bad line, or the forms where it has none."""
+    """Read the built-in set or a question file in any supported format.
+
+    Args:
+        name: path of the file, or the name of the built-in set.
+        by_answer: ask for reasoning before the letter in public multiple-choice files.
+
+    Raises:
+        UsageError: lists every bad line, or the supported formats if the file has none of them.
+    """
     path = NANO_FILE if name == BUILT_IN else Path(name)
     text = _text(path)
     called = name if name == BUILT_IN else name_of(path)
@@ -46,12 +53,16 @@ def read_set(name: str, by_answer: bool) -> EvalSet:
     items = numbered(lines, bad)
     refuse(Path(called), bad)
     if not items:
-        raise UsageError(f"{called} has no questions", "give a file that has some")
+        raise UsageError(f"{called} has no questions", "name a file that has some")
     return EvalSet(called, form, items)
 
 
 def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str], _Lines]]:
-    """What the file holds, as its content tells, and what reads it. ending: of questions with letters."""
+    """Detect the format from the content, and return its name and reader.
+
+    Args:
+        ending: instruction at the end of multiple-choice prompts.
+    """
     first = next((line for line in text.split("\n") if line.strip()), "")
     if is_vectors(text):
         return "ds4 vectors", lambda text, name: read_vectors(text, path)
@@ -63,7 +74,7 @@ def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str],
     table = next((form for form, signs in _TABLES.items() if signs(row)), None)
     if table is not None:
         return table, lambda text, name: _split(_READ_TABLE[table](text), ending)
-    raise UsageError(f"{name_of(path)} is in no form that eval reads", f"it reads {FORMS}")
+    raise UsageError(f"{name_of(path)} is not in a format that eval reads", f"it reads {FORMS}")
 
 
 def _split(rows: _Table, ending: str) -> _Lines:
@@ -80,7 +91,7 @@ def _split(rows: _Table, ending: str) -> _Lines:
 
 
 def _text(path: Path) -> str:
-    """Return the text of a file that may be compressed by gzip. Raises UsageError."""
+    """Return the text of a file, decompressing gzip. Raises UsageError."""
     content, name = read_content(path), name_of(path)
     if content.startswith(b"\x1f\x8b"):
         try:
@@ -120,7 +131,7 @@ def _with_keys(needed: set[str], convert: Callable[[dict[str, Any]], EvalItem]) 
 def _gsm8k(value: dict[str, Any]) -> EvalItem:
     _, mark, answer = value["answer"].rpartition("####")
     if not mark or not re.search(r"\d", answer):
-        raise UsageError('"answer" has no number behind ####', _AS_PUBLISHED)
+        raise UsageError('"answer" has no number after ####', _AS_PUBLISHED)
     return EvalItem("", from_prompt(value["question"] + _BOX, None), "numeric", answer.strip(), task="gsm8k")
 
 
@@ -141,7 +152,7 @@ _JSON_FORMS: Mapping[str, tuple[set[str], Callable[[dict[str, Any]], EvalItem]]]
 
 
 def _first_row(text: str) -> list[str]:
-    """The cells that a table begins with, of which some have several lines; none where it is no table."""
+    """Return the cells of the first CSV row, which may span several lines. Empty if the text is not CSV."""
     rows = csv.reader(io.StringIO(text, newline=""))
     try:
         return next((row for row in rows if any(cell.strip() for cell in row)), [])
@@ -150,7 +161,7 @@ def _first_row(text: str) -> list[str]:
 
 
 def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a table with the numbers of their lines. Raises UsageError for what is none."""
+    """Yield the CSV rows with their line numbers. Raises UsageError if the text is not CSV."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         yield from ((reader.line_num, row) for row in reader if any(cell.strip() for cell in row))
@@ -159,18 +170,18 @@ def _rows(text: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _columns(text: str, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[str, str] | UsageError]]:
-    """The rows below a header, by its names."""
+    """Yield the rows after the header as dicts, with their line numbers; a UsageError for each bad row."""
     rows = _rows(text)
     _, header = next(rows)
     for number, row in rows:
         value = dict(zip(header, row, strict=False))
         lacking = [name for name in needed if not value.get(name, "").strip()]
-        wrong = f"there is no {lacking[0]!r}" if lacking else "more cells than the header" if row[len(header) :] else ""
+        wrong = f"{lacking[0]!r} is missing" if lacking else "more cells than the header" if row[len(header) :] else ""
         yield number, UsageError(wrong, _AS_PUBLISHED) if wrong else value
 
 
 class _Lettered(NamedTuple):
-    """A question with its choices, and the letter of the right one."""
+    """A multiple-choice question, its choices and the letter of the right one."""
 
     question: str
     texts: list[str]
@@ -179,7 +190,7 @@ class _Lettered(NamedTuple):
     id: str = ""
 
     def item(self, ending: str) -> EvalItem:
-        """What is asked. Raises UsageError for a letter that there is not."""
+        """Return the evaluation item. Raises UsageError if no choice has the letter of the answer."""
         letters = tuple(_MORE_LETTERS[: len(self.texts)])
         if self.letter not in letters:
             raise UsageError(f"the answer is {self.letter!r}, not a letter from A to {letters[-1]}", _AS_PUBLISHED)
@@ -189,12 +200,12 @@ class _Lettered(NamedTuple):
 
 
 def _lettered(value: dict[str, Any], listed: str, ending: str) -> EvalItem:
-    """Return the item of a line of the hub's mmlu or mmlu_pro. Raises UsageError.
+    """Convert a line of the hub's mmlu or mmlu_pro to an item. Raises UsageError.
 
     Args:
-        value: The line: `question`, the choices, and `answer` as a letter or an index.
-        listed: The key of the choices.
-        ending: What follows the choices in the prompt.
+        value: the line: `question`, the choices, and `answer` as a letter or an index.
+        listed: key of the choices.
+        ending: instruction after the choices in the prompt.
     """
     question, texts, answer = value.get("question"), value.get(listed), value.get("answer")
     if not isinstance(question, str) or not question.strip():
@@ -212,12 +223,15 @@ def _lettered(value: dict[str, Any], listed: str, ending: str) -> EvalItem:
     return _Lettered(question, texts, str(answer).strip(), str(task or "mmlu"), id_).item(ending)
 
 
-# by the key of the choices: cais/mmlu and TIGER-Lab/MMLU-Pro, as `datasets` writes them
+# format -> key of the choices: cais/mmlu and TIGER-Lab/MMLU-Pro, as `datasets` writes them
 _LETTERED_FORMS = {"mmlu": "choices", "mmlu_pro": "options"}
 
 
 def _mmlu_rows(text: str) -> _Table:
-    """question, A, B, C, D, answer without a header, as the authors published it; or with one that has Subject too."""
+    """Yield the questions of an MMLU CSV file.
+
+    The authors published question, A, B, C, D, answer without a header. Files with a header may have a Subject as well.
+    """
     if "Question" in next(_rows(text))[1]:
         for number, row in _columns(text, ("Question", *LETTERS, "Answer")):
             if isinstance(row, UsageError):
@@ -240,7 +254,7 @@ def _gpqa_rows(text: str) -> _Table:
             yield number, row
             continue
         question, right = row["Question"], row["Correct Answer"]
-        # the file has the right one first: an order that follows from the texts alone
+        # the file lists the right answer first: sort by hash, so that the order depends on the texts alone
         hashes = {hashlib.sha256(f"{question}\n{row[name]}".encode()).digest(): row[name] for name in names}
         texts = [hashes[one] for one in sorted(hashes)]
         if len(texts) < len(names):

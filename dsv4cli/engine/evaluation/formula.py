@@ -1,8 +1,9 @@
-r"""Compare short LaTeX formulas by the way they are written, as the MATH benchmark does; no torch.
+r"""Compare short LaTeX formulas by their notation, as the MATH benchmark does. No torch.
 
 Like the scorers of MATH (Hendrycks et al., `is_equiv`) and Minerva (`normalize_final_answer`), this ignores spaces,
-fonts, redundant braces and units, and spells fractions and roots in one way. Numbers compare by value. Nothing is
-rearranged: `1+x` is not `x+1`. Stricter than both: units and names (`x=5`, `y=5`) that contradict each other differ.
+fonts, redundant braces and units, and normalizes the spelling of fractions and roots. Numbers are compared by value.
+Nothing is rearranged: `1+x` is not `x+1`. One check is stricter than in both: formulas whose units or names (`x=5`,
+`y=5`) contradict each other differ.
 """
 
 import re
@@ -28,7 +29,7 @@ _AREAS = {"square": "^2", "sq": "^2", "cubic": "^3"}
 _AND = re.compile(
     r",?\s*\\(?:text|mbox|mathrm)\s*\{\s*,?\s*(?:and|or)\s*\}\s*|(?<=[\d})])\s*,?\s+(?:and|or)\s+(?=[-\d\\(])"
 )
-# before `=`: variables, sums of them, lengths, values of functions; digits only in indices and arguments
+# before `=`: variables, sums of them, lengths or function values; digits only in subscripts and arguments
 _NAMED = re.compile(
     r"(?P<name>(?!-)(?:[A-Za-z+\-|'{}]|\\(?!frac|sqrt|leq|geq|neq|in\b)[A-Za-z]+ |_\{[^{}]*\}|\([^()=]*\))+?)"
     r"(?:=|\\in )(?P<rest>[^=]+)"
@@ -38,7 +39,7 @@ _OPENING, _CLOSING = ("(", "[", "{", r"\{", r"\begin"), (")", "]", "}", r"\}", r
 
 
 class Quantity(NamedTuple):
-    """A formula in canonical form, the name before it (the `x` of `x=5`) and its unit; "" without one."""
+    """A formula in canonical form, the name before it (the `x` of `x=5`) and its unit. Both are "" if absent."""
 
     formula: str
     unit: str = ""
@@ -46,9 +47,9 @@ class Quantity(NamedTuple):
 
 
 def same_formula(one: str, other: str) -> bool:
-    r"""Return whether two short formulas are the same but for their spelling.
+    r"""Return whether two short formulas are equal apart from their notation.
 
-    `\dfrac12` is `\frac{1}{2}` and 0.5, `x = 5` is `5`, `90^\circ` is `90`; `1+x` is not `x+1`.
+    `\dfrac12` equals `\frac{1}{2}` and 0.5, `x = 5` equals `5`, `90^\circ` equals `90`; `1+x` does not equal `x+1`.
     """
     if canonical(one) == canonical(other):
         return True
@@ -63,7 +64,7 @@ def _contradict(one: str, other: str) -> bool:
 
 
 def quantity(text: str) -> Quantity:
-    """Split a formula from its name and its unit, and write it in canonical form."""
+    """Split off the name and the unit of a formula, and write the formula in canonical form."""
     text = text.strip().rstrip(".").strip()
     if len(text) > MAX_LENGTH:
         return Quantity(text)
@@ -74,7 +75,7 @@ def quantity(text: str) -> Quantity:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """Return a text without its unit, and the unit."""
+    """Return the text without its unit, and the unit."""
     if text.startswith("$") and text.endswith("$"):
         text = text.strip("$").strip()
     dollars = _DOLLARS.fullmatch(text)
@@ -93,7 +94,7 @@ def _unit(found: re.Match[str]) -> str:
     if found.re is _SYMBOL_UNIT:
         return "%" if "%" in found["unit"] else "°"
     raised, names = (found["power"] or "").replace("{", "").replace("}", ""), []
-    # in \text a single letter is a unit if it is known: 5\mathrm{i} is a number; outside, a word is a word
+    # in \text, a single letter is a unit only if it is known (5\mathrm{i} is a number); outside, 4 letters are needed
     shortest = 2 if found.re is _TEXT_UNIT else 4
     for word in found["unit"].lower().strip(" .~").split():
         name = _UNITS.get(word) or _UNITS.get(word.removesuffix("s"))
@@ -140,14 +141,18 @@ def _same_elements(first: str, second: str) -> bool:
 
 
 class _Elements(NamedTuple):
-    """The elements of a list, a tuple, an interval, a set or a matrix. frame: brackets and separators."""
+    """The elements of a list, a tuple, an interval, a set or a matrix.
+
+    Attributes:
+        frame: opening bracket, closing bracket and separators.
+    """
 
     frame: tuple[str, str, str]
     parts: list[str]
 
 
 def _elements(formula: str) -> _Elements | None:
-    """Return the elements of a canonical formula; None if it is only one, or its brackets do not match."""
+    """Return the elements of a canonical formula. None if it has only one, or its brackets do not match."""
     found = _FRAME.fullmatch(formula)
     opening, closing = (found["opening"], found["closing"]) if found else ("", "")
     depth, parts, separators = 0, [""], ""

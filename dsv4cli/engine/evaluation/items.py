@@ -1,4 +1,4 @@
-"""What a model is asked in an evaluation, and what counts as right: lines of our own form; no torch."""
+"""Evaluation items: what a model is asked and what counts as correct; reads the JSON lines of our format. No torch."""
 
 import hashlib
 import json
@@ -22,11 +22,15 @@ _KEYS = {"id", "task", "prompt", "messages", "tools", "think", "score", "answer"
 
 @dataclass(frozen=True)
 class EvalItem:
-    """One thing that is asked. score: how the answer is judged, None where it is only recorded.
+    """A question of an evaluation and how to judge the answer.
 
-    answer: the right one: a text, the text of one of the `choices`, a pattern, a continuation; of tool calls a list of
-    {"name", "arguments"}. tokens: of a continuation that is given in tokens, their bytes. think: whether the model is
-    to think about it, None for as the command says. task: what its results are summed under.
+    Attributes:
+        score: how the answer is judged; None to record it without judging.
+        answer: the correct answer: a text, the text of one of the `choices`, a pattern or a continuation. For tool
+            calls, a list of {"name", "arguments"}.
+        tokens: the bytes of each token, for a continuation that is given as tokens.
+        think: whether the model thinks before it answers; None for the setting of the command.
+        task: results are also summarized per task.
     """
 
     id: str
@@ -41,38 +45,40 @@ class EvalItem:
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The items of a file, called `name`, that has this `form`."""
+    """The items of a question file, with its name and its format."""
 
     name: str
     form: str
     items: list[EvalItem]
 
     def first(self, count: int | None) -> "EvalSet":
-        """The first so many of them, or all."""
+        """Return a set of the first `count` items; None for all of them."""
         return self if count is None else replace(self, items=self.items[:count])
 
     @cached_property
     def digest(self) -> str:
-        """Tells these items from others."""
+        """Hash of the items, to tell this set from others."""
         content = json.dumps([asdict(one) for one in self.items], sort_keys=True, default=bytes.hex)
         return hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def read_own(text: str, name: str) -> tuple[list[tuple[int, EvalItem]], list[BadLine]]:
-    """The items of JSON lines {"id", "prompt" or "messages", "answer", "score", "choices", "think", "task"}, with the
-    numbers of their lines; and the lines that are none."""
+    """Read JSON lines {"id", "prompt" or "messages", "answer", "score", "choices", "think", "task"}.
+
+    Returns:
+        The items with their line numbers, and the bad lines.
+    """
     return parse_lines(text, name, _item)
 
 
 def numbered(lines: list[tuple[int, EvalItem]], bad: list[BadLine]) -> list[EvalItem]:
-    """The items, each with an id: without one the number of its line. A second one of the same id joins the bad
-    lines."""
+    """Return the items, each with an id (by default its line number). Lines with a duplicate id are added to `bad`."""
     seen: dict[str, int] = {}
     items = []
     for number, item in lines:
         id_ = item.id or str(number)
         if id_ in seen:
-            error = UsageError(f"the id {id_!r} is also that of line {seen[id_]}", "give each item an id of its own")
+            error = UsageError(f"the id {id_!r} is already used in line {seen[id_]}", "give each item a unique id")
             bad.append(BadLine(number, error))
         seen.setdefault(id_, number)
         items.append(replace(item, id=id_))
@@ -87,19 +93,19 @@ def _item(value: dict[str, Any]) -> EvalItem:
     messages = asked_in(asked, None)
     think, score = value.get("think"), value.get("score")
     if think is not None and not isinstance(think, bool):
-        raise UsageError('"think" is neither true nor false', "give one, or leave it out")
+        raise UsageError('"think" is neither true nor false', "use one of them, or remove it")
     common = EvalItem(_word(value, "id"), messages, think=think, task=_word(value, "task"))
     if score is None:
         for key in ("answer", "choices"):
             if value.get(key) is not None:
-                raise UsageError(f'"{key}" without "score"', f"say how to judge: one of {', '.join(SCORINGS)}")
+                raise UsageError(f'"{key}" without "score"', f'add "score": one of {", ".join(SCORINGS)}')
         return common
     if score not in SCORINGS:
         raise UsageError(f'"score" cannot be {score!r}', f"use one of {', '.join(SCORINGS)}")
     if value.get("answer") is None:
-        raise UsageError(f'"{score}" needs an "answer"', "give the right one")
+        raise UsageError(f'"{score}" needs an "answer"', "add the correct answer")
     if score != "choice" and value.get("choices") is not None:
-        raise UsageError(f'"choices" with the score "{score}"', 'use the score "choice", or leave them out')
+        raise UsageError(f'"choices" with the score "{score}"', 'use the score "choice", or remove them')
     return _READERS[score](common, value)
 
 
@@ -117,12 +123,12 @@ def _numeric(item: EvalItem, value: dict[str, Any]) -> EvalItem:
     answer = value["answer"]
     text = digits(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else _text(answer)
     if number_of(text) is None:
-        raise UsageError(f'"answer" has no number: {text[:40]!r}', "give the number")
+        raise UsageError(f'"answer" has no number: {text[:40]!r}', "write a number")
     return replace(item, score="numeric", answer=text)
 
 
 def digits(number: float) -> str:
-    """A number without an exponent: `0.00001` instead of `1e-05`, which `number_of` would take for 1."""
+    """Format a number without an exponent: `0.00001` instead of `1e-05`, which `number_of` would read as 1."""
     return format(Decimal(repr(number)), "f") if isinstance(number, float) else str(number)
 
 
@@ -138,21 +144,27 @@ def _regex(item: EvalItem, value: dict[str, Any]) -> EvalItem:
 def _choice(item: EvalItem, value: dict[str, Any]) -> EvalItem:
     choices, answer = value.get("choices"), value["answer"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
-        raise UsageError('"choices" is not a list of at least two texts', "give the texts to choose from")
+        raise UsageError('"choices" is not a list of at least two texts', "list the texts to choose from")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         answer = choices[answer]
     if answer not in choices:
         raise UsageError(
-            '"answer" is neither one of the choices nor the place of one', "count from 0, or give the text"
+            '"answer" is neither one of the choices nor the index of one', "count from 0, or write the text"
         )
     return choose(item, tuple(choices), answer)
 
 
 def choose(item: EvalItem, choices: tuple[str, ...], answer: str) -> EvalItem:
-    """The item with these choices. Raises UsageError where one begins with another: it is never the likelier one."""
+    """Return the item with these choices.
+
+    Raises:
+        UsageError: one choice is a prefix of another, which could then never be the likelier one.
+    """
     for one in choices:
         if sum(other.startswith(one) for other in choices) > 1:
-            raise UsageError(f"a choice begins with another one, {one[:40]!r}", "end each, or use letters")
+            raise UsageError(
+                f"a choice begins with another one, {one[:40]!r}", "end each with a period, or use letters"
+            )
     return replace(item, score="choice", choices=choices, answer=answer)
 
 
@@ -171,7 +183,7 @@ _READERS: Mapping[Scoring, Callable[[EvalItem, dict[str, Any]], EvalItem]] = {
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError('"answer" is not a text, or is empty', "give the right answer as a text")
+        raise UsageError('"answer" is not a text, or is empty', "write the correct answer as a text")
     return value
 
 
@@ -180,5 +192,5 @@ def _word(value: dict[str, Any], key: str) -> str:
     if word is None:
         return ""
     if isinstance(word, bool) or not isinstance(word, str | int | float) or word == "":
-        raise UsageError(f'"{key}" is neither a text nor a number', "give one, or leave it out")
+        raise UsageError(f'"{key}" is neither a text nor a number', "use one of them, or remove it")
     return str(word)

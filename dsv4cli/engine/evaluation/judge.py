@@ -1,4 +1,4 @@
-"""Is an answer right, by the rule that its item names? No torch."""
+"""Judge whether an answer is correct, by the rule that its item names. No torch."""
 
 import json
 import signal
@@ -11,18 +11,23 @@ from typing import Any, Literal
 from dsv4cli.engine.evaluation.extract import boxed, choice_in, compiled, number_in, number_of, same_formula
 from dsv4cli.engine.evaluation.items import EvalItem
 
-# wrong, cut: an answer that was cut off at its limit of tokens is neither right nor wrong
+# cut: the answer reached its token limit, so it counts as neither correct nor wrong
 Ruling = Literal["correct", "wrong", "cut", "unjudged"]
-# version of the rules by which answers are judged: results judged by different rules are not comparable
+# version of the judging rules; results judged by different versions are not comparable
 RULES = 2
-# of a pattern on one answer, in seconds; patterns can take longer than the universe
+# limit of a pattern on one answer, in seconds: backtracking can take exponential time
 PATTERN_SECONDS = 1.0
-TOO_LONG = f"the pattern took longer than {PATTERN_SECONDS:g} s and was given up"
+TOO_LONG = f"the pattern took longer than {PATTERN_SECONDS:g} s and was stopped"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """given: what was taken for the answer, "" where nothing was. note: what went wrong in judging."""
+    """The ruling on an answer.
+
+    Attributes:
+        given: what was taken as the answer; "" if nothing was found.
+        note: what went wrong in judging.
+    """
 
     ruling: Ruling
     given: str
@@ -30,8 +35,13 @@ class Judged:
 
 
 def judge(item: EvalItem, reply: Mapping[str, Any]) -> Judged:
-    """What a reply is worth; it has `content`, `tool_calls` and `finish_reason` as `Answer.record` gives them. The
-    reasoning is not looked at. In the main thread only: a pattern that takes too long is ended by a signal."""
+    """Judge a reply. Its reasoning is ignored.
+
+    Call it in the main thread only: a signal stops a pattern that takes too long.
+
+    Args:
+        reply: has `content`, `tool_calls` and `finish_reason`, as `Answer.record` returns them.
+    """
     content: str = reply["content"] or ""
     if reply["finish_reason"] == "length":
         return Judged("cut", "")
@@ -44,7 +54,7 @@ def judge(item: EvalItem, reply: Mapping[str, Any]) -> Judged:
 
 
 def _judge_calls(expected: list[dict[str, Any]], content: str, calls: Sequence[Mapping[str, Any]]) -> Judged:
-    """Calls are right where names and arguments are, as JSON values, and no text stands beside them."""
+    """Judge tool calls: names and arguments must be equal as JSON values, and there must be no text besides them."""
     given = "\n".join(f"{call['function']['name']}({call['function']['arguments']})" for call in calls)
     try:
         made = [
@@ -55,7 +65,7 @@ def _judge_calls(expected: list[dict[str, Any]], content: str, calls: Sequence[M
     return Judged("correct" if made == expected and not content.strip() else "wrong", given or content.strip())
 
 
-# whether it is right, what was given, a note
+# (correct, given, note), as in `Judged`
 _Found = tuple[bool, str, str]
 
 
@@ -85,13 +95,13 @@ def _choice(item: EvalItem, expected: str, content: str) -> _Found:
     return named is not None and item.choices[named] == expected, "" if named is None else item.choices[named], ""
 
 
-# a continuation is never asked for as an answer
+# "continuation" is missing: continuations are scored, never generated
 _RULES = {"exact": _exact, "numeric": _numeric, "regex": _regex, "choice": _choice}
 
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in what takes longer: re looks for signals while it searches."""
+    """Raise TimeoutError in the block after this time, also inside `re`, which checks for signals as it searches."""
 
     def give_up(number: int, frame: FrameType | None) -> None:
         raise TimeoutError

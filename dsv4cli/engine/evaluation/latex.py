@@ -1,11 +1,11 @@
-r"""Write LaTeX formulas in one canonical spelling, and read the value of those that are a number; no torch."""
+r"""Write LaTeX formulas in canonical form, and evaluate those that are a number. No torch."""
 
 import re
 from fractions import Fraction
 
-# characters; longer formulas only equal themselves. The longest answer of MATH-500 has 159.
+# characters; longer formulas equal only themselves. The longest answer in MATH-500 has 159.
 MAX_LENGTH = 1000
-# digits of a number, and of the value of a power; longer ones have no value
+# characters of a number that is evaluated; the value of a power may have twice as many digits
 MAX_DIGITS = 60
 
 _UNICODE = str.maketrans(
@@ -43,13 +43,13 @@ _SLASH = re.compile(rf"(-?)([^+\-/(),=<> ]*(?:\\[A-Za-z]+ )?)/({_ATOM})")
 
 
 def with_commands(text: str) -> str:
-    """Return a text with LaTeX commands in the place of mathematical Unicode characters."""
+    """Replace mathematical Unicode characters with LaTeX commands."""
     text = SUPERSCRIPTS.sub(lambda found: f"^{{{found[0].translate(_PLAIN_DIGITS)}}}", text)
     return text.translate(_UNICODE)
 
 
 def canonical(text: str) -> str:
-    """Return a LaTeX formula in one spelling: without spaces and fonts, with braces around every argument."""
+    """Return a LaTeX formula in canonical form: no spaces or fonts, and braces around every argument."""
     if len(text) > MAX_LENGTH:
         return text
     try:
@@ -63,13 +63,13 @@ def canonical(text: str) -> str:
 
 
 class LatexReader:
-    """A parser of LaTeX tokens that writes each construct in its canonical spelling."""
+    """A parser of LaTeX tokens that writes each construct in canonical form."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._next = tokens, 0
 
     def sequence(self, end: str) -> str:
-        """Return everything up to and without the token `end`."""
+        """Return everything before the token `end`, and skip that token."""
         pieces: list[str] = []
         while (token := self._take()) not in ("", end):
             if token.isspace():
@@ -127,7 +127,7 @@ class LatexReader:
 
 
 def value(formula: str) -> Fraction | None:
-    """Return the value of a formula in canonical form that is one number, else None.
+    """Return the value of a canonical formula that is a single number; otherwise None.
 
     Numbers are decimals, fractions, mixed numbers and powers of whole numbers: `1,000`, `1 3/4`, `6\\cdot 10^{6}`.
     """
@@ -150,7 +150,7 @@ def value(formula: str) -> Fraction | None:
 
 
 def power(base: int, exponent: int) -> Fraction | None:
-    """Return base ** exponent, or None if it may have more than twice `MAX_DIGITS` digits."""
+    """Return base ** exponent, or None if it could have more than 2 × `MAX_DIGITS` digits."""
     if len(str(base)) * abs(exponent) > MAX_DIGITS * 2 or (base == 0 and exponent < 0):
         return None
     return Fraction(base) ** exponent

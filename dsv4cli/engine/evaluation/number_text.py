@@ -1,4 +1,4 @@
-r"""Read numbers in a text: `$1,234.50`, `1 3/4`, `6 \times 10^6`, "negative 5"; no torch."""
+r"""Read numbers in a text: `$1,234.50`, `1 3/4`, `6 \times 10^6`, "negative 5". No torch."""
 
 import re
 import unicodedata
@@ -45,7 +45,7 @@ _NUMBER = re.compile(
 
 
 def number_of(text: str) -> Fraction | None:
-    r"""Return the value of a text that is or begins with a number: `3/4`, `\frac{3}{4}`, the 18 of `18 apples`."""
+    r"""Return the value of a text that is a number or begins with one: `3/4`, `\frac{3}{4}`, 18 for `18 apples`."""
     whole = number_alone(text)
     if whole is not None:
         return whole
@@ -54,18 +54,18 @@ def number_of(text: str) -> Fraction | None:
 
 
 def number_alone(text: str) -> Fraction | None:
-    """Return the value of a text that is a number, with a unit if any; None if it says anything else."""
+    """Return the value of a text that is a number with an optional unit; None if it says anything else."""
     return value(quantity(_ascii(text).strip(" \t\n*_`")).formula)
 
 
 def numbers_in(text: str) -> list[Fraction]:
-    """Return all numbers of a text in order. Numbers of more than 60 characters are left out."""
+    """Return all numbers in a text, in order. Numbers of more than 60 characters are skipped."""
     found = (_value(one) for one in _NUMBER.finditer(plain(text)) if len(one[0]) <= MAX_DIGITS)
     return [one for one in found if one is not None]
 
 
 def plain(text: str) -> str:
-    """Return a text with LaTeX, emphasis and full-width characters written as plain ASCII where that exists."""
+    """Replace LaTeX, emphasis and full-width characters with plain ASCII where possible."""
     text = _ascii(text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)

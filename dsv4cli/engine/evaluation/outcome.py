@@ -1,4 +1,4 @@
-"""What an item of an evaluation came to; no torch."""
+"""The result of one evaluation item. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -10,15 +10,20 @@ from dsv4cli.engine.evaluation.judge import Ruling
 
 @dataclass(frozen=True)
 class Outcome:
-    """index, id, task, score: of the item. ruling: what it is worth. given: what was taken for the answer: the last
-    number, the choice, the beginning of a continuation that the model would have written too.
+    """The result of one evaluation item.
 
-    content, reasoning_content, finish_reason, seed: of an answer that was drawn.
-    logprobs: of each choice where these were judged by likelihood.
-    nll: the mean negative log-probability of a token of the continuation or the right choice, in nats.
-    common_prefix: how many tokens of the continuation the model writes itself, one after another, at temperature 0.
-    prompt_tokens, tokens: that were read, and that were drawn or scored behind them.
-    note: what went wrong in judging.
+    Attributes:
+        index, id, task, score: copied from the item.
+        ruling: the verdict on the answer.
+        given: what was taken as the answer: the number, the choice, or the beginning of the continuation that the model
+            would have written too.
+        prompt_tokens: tokens of the prompt.
+        tokens: tokens generated or scored after the prompt.
+        content, reasoning_content, finish_reason, seed: of a generated answer.
+        logprobs: log-probability of each choice, if choices were scored.
+        nll: mean negative log-probability per token of the continuation or of the right choice, in nats.
+        common_prefix: leading tokens of the continuation that are each the model's likeliest token (temperature 0).
+        note: what went wrong in judging.
     """
 
     index: int
@@ -39,11 +44,11 @@ class Outcome:
     note: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it: what there is."""
+        """Return a JSON object without absent values."""
         return {key: value for key, value in asdict(self).items() if value is not None or key == "score"}
 
     def same_answer(self, other: "Outcome") -> bool:
-        """Whether both models said the same: what was drawn, the choice, the beginning of a continuation."""
+        """Return whether both models answered alike: the same text, choice and common prefix of the continuation."""
         return (self.ruling, self.given, self.content, self.common_prefix) == (
             other.ruling,
             other.given,
@@ -53,7 +58,7 @@ class Outcome:
 
 
 def outcome_of(record: Mapping[str, Any]) -> Outcome:
-    """What `Outcome.record` has written. Raises ValueError for anything else."""
+    """Parse what `Outcome.record` wrote. Raises ValueError for anything else."""
     known = {field.name for field in fields(Outcome)}
     try:
         found = Outcome(**{str(key): value for key, value in record.items()})

@@ -1,4 +1,4 @@
-"""Is a model as good as another? Their results on the same items, paired; no torch."""
+"""Paired comparison of two models on the same items: is one worse than the other? No torch."""
 
 import math
 from collections.abc import Sequence
@@ -8,19 +8,26 @@ from typing import Any, Literal
 from dsv4cli.engine.evaluation.outcome import Outcome
 from dsv4cli.engine.evaluation.statistics import LEVEL, MIN_PAIRS, Mean, mcnemar, mean_of, student_p
 
-# of a token, in nats: what the sum of a logarithm in fp32 rounds; equal weights differ by no more
+# NLL per token, in nats: rounding error of an fp32 log-softmax; equal weights differ by no more
 ROUNDING = 1e-6
-# same: every answer and every number; different: numbers differ by more than rounding; worse, better: significantly
+# same: all answers and NLLs; different: some differ beyond rounding; worse, better: significantly
 PairingVerdict = Literal["same", "different", "worse", "better"]
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """The results of a model beside another's, item by item.
+    """A paired comparison of this model with another on the same items.
 
-    compared: those that both answered whole. gained, lost: which this model alone, or the other one alone, has right.
-    changed: the pairs whose answers differ. difference: of the scores. nll_difference: of a token, in nats, over the
-    items that have one; numbers: how many of these differ by more than rounding; largest: the largest difference.
+    Attributes:
+        compared: items for which both models have a complete, judged answer.
+        gained: items that only this model answered correctly.
+        lost: items that only the other model answered correctly.
+        changed: pairs of outcomes with different answers.
+        difference: mean difference in score.
+        nll_items: items for which both models have an NLL.
+        nll_difference: mean difference in NLL per token, in nats.
+        numbers: NLLs that differ by more than `ROUNDING`.
+        largest: largest absolute difference in NLL, in nats.
     """
 
     compared: int
@@ -35,25 +42,25 @@ class Pairing:
 
     @property
     def answers_p(self) -> float:
-        """The probability of such a difference of scores between equally good models."""
+        """The p-value of the difference in scores, if both models were equally good."""
         return mcnemar(self.gained, self.lost)
 
     @property
     def nll_p(self) -> float | None:
-        """The probability of such a mean difference of NLL between equally good models; None if too few differ."""
+        """The p-value of the mean difference in NLL, if both models were equally good; None if too few items differ."""
         if 0 < self.numbers < MIN_PAIRS:
             return None
         return student_p(self.nll_difference, self.nll_items) if self.numbers else 1.0
 
     @property
     def level(self) -> float:
-        """The significance level of each test. Tests that can decide share `LEVEL`, so that a verdict keeps it."""
+        """The significance level of each test. Tests that have enough pairs share `LEVEL`, so the verdict keeps it."""
         tests = (self.gained + self.lost >= MIN_PAIRS) + (self.numbers >= MIN_PAIRS)
         return LEVEL / max(tests, 1)
 
     @property
     def verdict(self) -> PairingVerdict:
-        """What both tests say of this model; the worse of the two counts."""
+        """The verdict of both tests on this model; the worse of the two counts."""
         signs: list[float] = []
         if self.answers_p < self.level:
             signs.append(self.gained - self.lost)
@@ -64,7 +71,7 @@ class Pairing:
         return "different" if self.changed or self.numbers else "same"
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the comparison as a JSON object."""
         return {
             "verdict": self.verdict,
             "level": self.level,
@@ -91,7 +98,7 @@ class Pairing:
 
 
 def pair(own: Sequence[Outcome], others: Sequence[Outcome]) -> Pairing:
-    """Results of the same items in the same order."""
+    """Compare the results of two models on the same items, which must be in the same order."""
     pairs = list(zip(own, others, strict=True))
     judged = [
         (one.ruling == "correct") - (other.ruling == "correct")

@@ -1,5 +1,4 @@
-"""The file of results: its first line says of which model and how asked, each further one what an item came to; no
-torch."""
+"""The results file: a header line with the model and the settings, then one line per item. No torch."""
 
 import hashlib
 import json
@@ -16,14 +15,14 @@ from dsv4cli.engine.system.regular_files import read_bytes
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.eval-results/1"
-# the small files that decide what a model reads
+# small files that affect the prompt's tokens or the model's outputs
 _TEXTS = ("config.json", "tokenizer.json")
-# of the first line, what must be the same where results are added, and what to call it
+# header keys that must not change when results are added -> their names in error messages
 _DECIDES = {"weights": "model", "digest": "questions", "settings": "settings"}
 
 
 def weights_of(source: FolderSource | RandomSource) -> str:
-    """Tells a model from others, and from itself before its files were changed."""
+    """Return an identifier of the model that changes when its files change."""
     if isinstance(source, RandomSource):
         return source.name
     files = [[path.name, stamp[:2]] for path, stamp in source.identity.checkpoint.stamps.items()]
@@ -32,18 +31,26 @@ def weights_of(source: FolderSource | RandomSource) -> str:
 
 
 def header_of(source: FolderSource | RandomSource, asked: EvalSet, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The first line of a file of results."""
+    """Return the header line of a results file."""
     questions = {"questions": asked.name, "form": asked.form, "items": len(asked.items), "digest": asked.digest}
     model = {"model": source.name, "weights": weights_of(source)}
     return {"schema": SCHEMA} | model | questions | {"settings": dict(settings)}
 
 
 class ResultsFile:
-    """A file of results, held by this process until it is closed. outcomes: by the index of their items."""
+    """A results file, locked by this process until it is closed.
+
+    Attributes:
+        outcomes: results so far, by the index of their item.
+    """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        """Raises UsageError for a path that has something else, or results of another model, other questions or
-        settings, or that another process holds."""
+        """Open a results file to continue it, or create it.
+
+        Raises:
+            UsageError: the path has other content, or results of another model, other questions or other settings, or
+                another process has it open.
+        """
         self._file, self.header = LineFile(path), header
         self.path, self.outcomes = self._file.path, dict[int, Outcome]()
         try:
@@ -59,31 +66,31 @@ class ResultsFile:
             self._file.add(header, 0)
 
     def close(self) -> None:
-        """Lets others have the file."""
+        """Close the file and release its lock."""
         self._file.close()
 
     def add(self, outcome: Outcome) -> None:
-        """Takes a result; once this returns, it is on the disk. Raises CannotWrite."""
+        """Append a result. It is on disk when this returns. Raises CannotWrite."""
         self._file.add(outcome.record(), len(self.outcomes))
         self.outcomes[outcome.index] = outcome
 
     def order(self) -> None:
-        """Gives the file the order of the items: it has the old one or the new one, whatever happens."""
+        """Sort the file by item. It is replaced atomically."""
         self._file.rewrite([self.header, *(self.outcomes[index].record() for index in sorted(self.outcomes))])
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:
-    """The first line of a file of results, and the results by the index of their items. Raises UsageError."""
+    """Return the header of a results file, and its results by item index. Raises UsageError."""
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "give the path of a readable file") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}", "name a readable file") from None
     return _parsed(lines, path)
 
 
 def is_results(path: Path) -> bool:
-    """Whether a path leads to a file of results, not to a model."""
-    if not os.path.isfile(path):  # answers False where Path raises: a name too long
+    """Return whether a path is a results file, not a model."""
+    if not os.path.isfile(path):  # returns False for names that are too long, where Path.is_file raises
         return False
     with path.open("rb") as file:
         return file.read(256).startswith(f'{{"schema": "{SCHEMA}"'.encode())
@@ -119,11 +126,11 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
 
 
 def _no_results(path: Path, number: int) -> UsageError:
-    return UsageError(f"{path}, line {number}: not a result that eval has written", "name another file")
+    return UsageError(f"{path}, line {number}: not a result that eval wrote", "name another file")
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
-    """Raises UsageError where a file has results of something else."""
+    """Raise UsageError if the file has results of another model, other questions or other settings."""
     for key, called in _DECIDES.items():
         if before[key] != now[key]:
             what = differing_settings(before, now) if key == "settings" else ""
@@ -136,7 +143,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
 
 
 def differing_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Which settings differ, as ": temperature 0.0, now 1.0"; "" where none does."""
+    """Describe the settings that differ, as ": temperature 0.0, now 1.0"; "" if none does."""
     old, new = before["settings"], now["settings"]
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return ": " + "; ".join(f"{key} {old.get(key)}, now {new.get(key)}" for key in keys) if keys else ""

@@ -1,4 +1,4 @@
-"""How sure is a score, and is a difference more than chance? No torch."""
+"""Standard errors of scores and significance tests for differences. No torch."""
 
 import math
 import sys
@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-# significance level of a verdict: how often two equally good models are called better or worse
+# significance level of a verdict: probability that two equally good models are called better or worse
 LEVEL = 0.01
-# the fewest differing pairs that can decide: equally good models differ in the same direction in 7 of 7 with
+# fewest differing pairs that can decide: equally good models differ in the same direction in 7 of 7 with
 # probability 2/128, which is above LEVEL, whatever the distribution; in 8 of 8 with 2/256
 MIN_PAIRS = 8
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean and its standard error; None where there are too few numbers for one."""
+    """A mean and its standard error. Each is None if there are too few numbers for it."""
 
     value: float | None
     stderr: float | None
 
 
 def mean_of(numbers: Sequence[float]) -> Mean:
-    """Of numbers that are drawn independently."""
+    """Return the mean and standard error of independent numbers."""
     count = len(numbers)
     if not count:
         return Mean(None, None)
@@ -34,9 +34,9 @@ def mean_of(numbers: Sequence[float]) -> Mean:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The probability that a fair coin parts as unevenly as these changed answers do: McNemar's exact test, two-sided.
+    """Return the two-sided p-value of McNemar's exact test for answers gained and lost.
 
-    Equal models lose as many answers as they gain; those that did not change say nothing.
+    Equally good models lose as many answers as they gain. Unchanged answers carry no information.
     """
     count, term, tail = gained + lost, 1, 0
     for number in range(min(gained, lost) + 1):
@@ -46,11 +46,11 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def student_p(mean: Mean, count: int) -> float:
-    """Return the two-sided p-value of a mean under the hypothesis that it is 0: Student's t-test.
+    """Return the two-sided p-value of a mean under the hypothesis that it is 0 (Student's t-test).
 
     Args:
-        mean: The mean and its standard error.
-        count: How many independent numbers the mean is of. Fewer than two have no standard error: p is 1.
+        mean: the mean and its standard error.
+        count: how many independent numbers were averaged. With fewer than two there is no standard error, and p is 1.
     """
     if mean.value is None or mean.stderr is None or mean.value == 0:
         return 1.0
@@ -66,12 +66,12 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
     """Return the regularized incomplete beta function I_x(a, b).
 
     Args:
-        a: First shape, positive.
-        b: Second shape, positive.
-        x: Between 0 and 1.
+        a: first shape parameter, positive.
+        b: second shape parameter, positive.
+        x: between 0 and 1.
         rest: 1 - x, which the caller may know more exactly.
 
-    Source: DLMF 8.17.22; the symmetry of 8.17.4 keeps x where the continued fraction converges fast.
+    Source: DLMF 8.17.22. The symmetry 8.17.4 keeps x in the range where the continued fraction converges quickly.
     """
     if x <= 0 or rest <= 0:
         return float(rest <= 0)
@@ -82,7 +82,7 @@ def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:
 
 
 def _continued_fraction(a: float, b: float, x: float) -> float:
-    """Return 1 + d1 x / (1 + d2 x / (1 + …)) of DLMF 8.17.22, evaluated from the front (modified Lentz)."""
+    """Return the continued fraction 1 + d1 x / (1 + d2 x / (1 + …)) of DLMF 8.17.22 (modified Lentz's method)."""
     value, upper, lower, step = 1.0, 1.0, 0.0, 0
     while True:
         step += 1

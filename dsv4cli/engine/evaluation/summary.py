@@ -1,4 +1,4 @@
-"""What the results of a model come to: how many are right, and how sure that is; no torch."""
+"""Summary of a model's results: the score, its standard error and the NLL of continuations. No torch."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -12,9 +12,18 @@ from dsv4cli.engine.evaluation.statistics import Mean, mean_of
 
 @dataclass(frozen=True)
 class ScoreSummary:
-    """Of some results. score: the share of those that are judged and complete. nll: of the continuations, a token of
-    each. first_token: how many continuations begin with the model's own token; common_prefix: how many of their tokens
-    it writes itself; continuation_tokens: how many they have."""
+    """A summary of results.
+
+    Attributes:
+        rulings: number of items by ruling.
+        score: share of correct answers among those that are judged and complete.
+        tokens: tokens generated or scored.
+        continuations: number of scored continuations.
+        nll: mean NLL per token of the continuations, in nats.
+        first_token: continuations whose first token is the model's likeliest.
+        common_prefix: sum of the continuations' common prefixes, in tokens.
+        continuation_tokens: sum of the continuations' lengths, in tokens.
+    """
 
     items: int
     rulings: Counter[Ruling]
@@ -29,11 +38,11 @@ class ScoreSummary:
 
     @property
     def judged(self) -> int:
-        """How many the score is of."""
+        """The number of items that count for the score."""
         return self.rulings["correct"] + self.rulings["wrong"]
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the summary as a JSON object."""
         counts = {name: self.rulings[name] for name in ("correct", "wrong", "cut", "unjudged")}
         found: dict[str, Any] = (
             {"items": self.items} | counts | {"score": self.score.value, "stderr": self.score.stderr}
@@ -53,7 +62,7 @@ class ScoreSummary:
 
 
 def summary_of(outcomes: Iterable[Outcome]) -> ScoreSummary:
-    """What these results come to."""
+    """Summarize results."""
     found = list(outcomes)
     continued = [one for one in found if one.score == "continuation"]
     return ScoreSummary(
@@ -71,7 +80,7 @@ def summary_of(outcomes: Iterable[Outcome]) -> ScoreSummary:
 
 
 def by_task(outcomes: Iterable[Outcome]) -> dict[str, ScoreSummary]:
-    """The same of each task, in the order in which they first come; nothing where no item names one."""
+    """Summarize each task, in order of first appearance. Empty if no item names a task."""
     groups: dict[str, list[Outcome]] = {}
     for one in outcomes:
         groups.setdefault(one.task, []).append(one)

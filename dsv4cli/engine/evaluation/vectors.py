@@ -1,8 +1,8 @@
-"""Official continuations as antirez/ds4 keeps them: .vec files and manifest.tsv; no torch.
+"""Reader of the official continuations in the formats of antirez/ds4: .vec files and manifest.tsv. No torch.
 
-A .vec file has of each case the name of its prompt's file and of each token its bytes in hexadecimal, then the tokens
-that the API found likeliest, which are not used here: it gives no probabilities that mean anything. A manifest names
-the files of prompts and continuations. Both name files from the root of their repository.
+Each case of a .vec file has the name of its prompt file, and the bytes of each token in hexadecimal, followed by the
+API's likeliest tokens. Those are ignored because the API returns no meaningful probabilities. A manifest lists prompt
+files and continuation files. Paths in both are relative to the root of their repository.
 """
 
 import re
@@ -16,23 +16,23 @@ from dsv4cli.errors import UsageError
 _CASE = re.compile(r"case (?P<id>\S+) \d+ (?P<steps>\d+) (?P<file>\S+)")
 _STEP = re.compile(r"step (?P<number>\d+) (?P<bytes>(?:[0-9a-fA-F]{2})+) \d+")
 _TOP = re.compile(r"top (?:[0-9a-fA-F]{2})+ \S+")
-_REPAIR = "give the file as it was published"
+_REPAIR = "use the file as it was published"
 Found = tuple[list[tuple[int, EvalItem]], list[BadLine]]
 
 
 def is_vectors(text: str) -> bool:
-    """Whether a text is a .vec file: its first line that is no comment begins a case."""
+    """Return whether a text is a .vec file: its first line that is not a comment begins a case."""
     return re.match(r"(?:[ \t\r]*(?:#[^\n]*)?\n)*case \S+ \d+ \d+ \S", text) is not None
 
 
 def is_manifest(first: str) -> bool:
-    """Whether a file that begins with this line is a manifest."""
+    """Return whether a file that begins with this line is a manifest."""
     cells = first.split("\t")
     return cells[0].startswith("#") and {"prompt_file", "continuation_file"} <= set(cells)
 
 
 def read_vectors(text: str, path: Path) -> Found:
-    """The cases of a .vec file, and the lines that are wrong."""
+    """Return the cases of a .vec file with their line numbers, and the bad lines."""
     good: list[tuple[int, EvalItem]] = []
     bad: list[BadLine] = []
     for number, lines in _cases(text):
@@ -44,7 +44,7 @@ def read_vectors(text: str, path: Path) -> Found:
 
 
 def _cases(text: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines of each case, with the number of the first."""
+    """Yield the lines of each case, with the number of the first line."""
     begun, lines = 0, list[str]()
     for number, line in enumerate(text.split("\n"), 1):
         line = line.strip()
@@ -76,7 +76,7 @@ def _case(lines: list[str], path: Path) -> EvalItem:
 
 
 def read_manifest(text: str, path: Path) -> Found:
-    """The cases of a manifest.tsv, and the lines that are wrong."""
+    """Return the cases of a manifest.tsv with their line numbers, and the bad lines."""
     good: list[tuple[int, EvalItem]] = []
     bad: list[BadLine] = []
     for number, line in enumerate(text.split("\n"), 1):
@@ -85,10 +85,10 @@ def read_manifest(text: str, path: Path) -> Found:
         cells = line.rstrip("\r").split("\t")
         try:
             if len(cells) < 3:
-                raise UsageError("not an id, the file of a prompt and that of its continuation", _REPAIR)
+                raise UsageError("not an id, a prompt file and a continuation file, separated by tabs", _REPAIR)
             prompt, continuation = (_beside(path, name) for name in cells[1:3])
             if not continuation:
-                raise UsageError(f"{cells[2]} is empty", "leave the line out: there is nothing to continue with")
+                raise UsageError(f"{cells[2]} is empty", "remove the line: there is nothing to score")
         except UsageError as error:
             bad.append(BadLine(number, error))
             continue
@@ -98,8 +98,10 @@ def read_manifest(text: str, path: Path) -> Found:
 
 
 def _beside(path: Path, name: str) -> str:
-    """The text of a file that is named from some folder above the one that names it."""
+    """Return the text of the file with this relative path, searched in the folder of `path` and in all its parents."""
     found = next((folder / name for folder in path.resolve().parents if (folder / name).is_file()), None)
     if found is None:
-        raise UsageError(f"there is no {name} beside {path} or above", "keep the files as their repository has them")
+        raise UsageError(
+            f"{name} is not in the folder of {path} or its parents", "keep the files where their repository has them"
+        )
     return read_text(found)

@@ -181,7 +181,7 @@ def test_bad_questions_are_named_before_a_model_is_loaded(dsv4, file, tmp_path):
     done = dsv4("eval", file, *FAST, "--max-context", "5")
     assert done.code == 2
     assert "6 questions of" in done.err
-    assert "b: the prompt with what is scored has" in done.err
+    assert "b: the prompt plus the scored text has" in done.err
     assert " on cpu: " not in done.err
     assert dsv4("eval", str(tmp_path / "none.jsonl")).code == 2
     assert dsv4("eval", file, "--against", str(tmp_path / "none")).code == 1

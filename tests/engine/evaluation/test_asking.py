@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_refused(nano):
     small = Limits(max_context=20)
     with pytest.raises(UsageError, match="the prompt has"):
         pose(0, item("v", "Hi " * 50, "exact", "x"), dialogue, GREEDY, small, False)
-    with pytest.raises(UsageError, match="the prompt with what is scored has"):
+    with pytest.raises(UsageError, match="the prompt plus the scored text has"):
         pose(0, item("v", "Hi", "continuation", "x" * 50), dialogue, GREEDY, small, False)
 
 

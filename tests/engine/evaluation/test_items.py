@@ -76,7 +76,7 @@ def test_a_number_is_none_with_an_exponent(read, number, text):
         ({"prompt": "a", "score": "exact", "answer": "b", "choices": ["x", "y"]}, '"choices" with the score "exact"'),
         ({"prompt": "a", "think": "high"}, '"think" is neither true nor false'),
         ({"prompt": "a", "id": []}, '"id" is neither'),
-        ({"prompt": "a", "id": 70}, "the id '70' is also that of line 1"),
+        ({"prompt": "a", "id": 70}, "the id '70' is already used in line 1"),
     ],
 )
 def test_a_bad_line_is_named(read, line, complaint):
@@ -121,7 +121,7 @@ def test_gsm8k(read):
     assert (item.score, item.answer) == ("numeric", "1,004")
     assert asked(item).startswith("How many?\n\n")
     assert "\\boxed{}" in asked(item)
-    with pytest.raises(UsageError, match=r"line 2: .*no number behind ####"):
+    with pytest.raises(UsageError, match=r"line 2: .*no number after ####"):
         read([GSM8K, {"question": "a", "answer": "b"}])
     with pytest.raises(UsageError, match='line 2: "question" is not a text'):
         read([GSM8K, {"answer": "#### 3"}])
@@ -162,7 +162,7 @@ def test_gpqa_has_the_right_answer_anywhere_but_always_there(read):
     more = read(GPQA + "".join(f"r{n},Why {n}?,right,wrong 1,wrong 2,wrong 3,P\n" for n in range(40)), "gpqa.csv")
     assert {one.answer for one in more.items} == set("ABCD")
     assert more.items[:2] == found.items
-    with pytest.raises(UsageError, match="line 2: there is no 'Incorrect Answer 3'"):
+    with pytest.raises(UsageError, match="line 2: 'Incorrect Answer 3' is missing"):
         read(GPQA.splitlines()[0] + "\nrec1,Which?,right,wrong 1,wrong 2\n", "gpqa.csv")
     with pytest.raises(UsageError, match="line 2: two answers are the same"):
         read(GPQA.splitlines()[0] + "\nrec1,Which?,right,right,wrong 2,wrong 3,P\n", "gpqa.csv")
@@ -172,7 +172,7 @@ def test_gpqa_has_the_right_answer_anywhere_but_always_there(read):
 def test_what_has_no_known_form_is_told_the_forms(read, content):
     with pytest.raises(UsageError) as error:
         read(content)
-    assert "in no form that eval reads" in error.value.message
+    assert "not in a format that eval reads" in error.value.message
     assert "gsm8k" in error.value.remedy
 
 
@@ -238,7 +238,7 @@ def test_vectors_are_continuations_in_tokens(repository):
         (
             "prompts/one.txt\nstep 0 416461",
             "prompts/two.txt\nstep 0 416461",
-            "line 4: there is no tests/prompts/two.txt",
+            "line 4: tests/prompts/two.txt is not in",
         ),
         ("c3e 0\nend\n", "c3e 0\n", "line 12: not a case"),
         (
@@ -246,7 +246,7 @@ def test_vectors_are_continuations_in_tokens(repository):
             "case two 4096 0 tests/prompts/one.txt\nend\n",
             "line 12: case two has 0 tokens",
         ),
-        ("case two", "case one", "line 12: the id 'one' is also"),
+        ("case two", "case one", "line 12: the id 'one' is already used"),
     ],
 )
 def test_damaged_vectors_are_named(repository, old, new, complaint):
@@ -265,7 +265,7 @@ def test_a_manifest_names_prompts_and_continuations(repository):
     [item] = read_set(str(path), by_answer=False).items
     assert (item.id, item.answer, item.score) == ("case_0", "Ada Lovelace", "continuation")
     path.write_text(head + row + "case_1\tlost.txt\ttests/prompts/more.txt\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"line 3: there is no lost\.txt"):
+    with pytest.raises(UsageError, match=r"line 3: lost\.txt is not in"):
         read_set(str(path), by_answer=False)
 
 

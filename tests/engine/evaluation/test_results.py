@@ -104,7 +104,7 @@ def test_other_results_are_not_mixed_in(path, change, complaint):
 )
 def test_what_is_no_file_of_results_stays_as_it_is(path, content):
     path.write_text(content)
-    with pytest.raises(UsageError, match="not a result that eval has written"):
+    with pytest.raises(UsageError, match="not a result that eval wrote"):
         ResultsFile(path, HEADER)
     assert path.read_text() == content
 
@@ -116,7 +116,7 @@ def test_one_process_writes_at_a_time(path):
     file.close()
     assert not is_results(path.parent)
     assert not is_results(path.with_name("none"))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         read_results(path.with_name("none"))
 
 
