@@ -14,16 +14,16 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from dsv4cli.command import Application, CommandGroup
-from dsv4cli.commands.chat import chat
+from dsv4cli.commands.chat import CHAT_EXAMPLES, chat
 from dsv4cli.commands.compiling import compile_ahead
-from dsv4cli.commands.convert import convert
-from dsv4cli.commands.download import download
-from dsv4cli.commands.eval import evaluate
-from dsv4cli.commands.inspect import inspect
+from dsv4cli.commands.convert import CONVERT_EXAMPLES, convert
+from dsv4cli.commands.download import DOWNLOAD_EXAMPLES, download
+from dsv4cli.commands.eval import EVAL_EXAMPLES, evaluate
+from dsv4cli.commands.inspect import INSPECT_EXAMPLES, inspect
 from dsv4cli.commands.profile import profile
 from dsv4cli.commands.ranks import follow
-from dsv4cli.commands.run import run
-from dsv4cli.commands.serve import serve
+from dsv4cli.commands.run import RUN_EXAMPLES, run
+from dsv4cli.commands.serve import SERVE_EXAMPLES, serve
 from dsv4cli.commands.trace import trace
 from dsv4cli.environment import Environment
 from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, NotEnoughMemory, compiler_refusal
@@ -62,7 +62,7 @@ def _one_line() -> Iterator[None]:
 app = Application(
     name="dsv4",
     cls=_Commands,
-    help="The command-line toolkit for DeepSeek-V4: one model family, exact and readable.",
+    help="Command-line toolkit for DeepSeek-V4 models: download, run, serve, convert, evaluate and debug them.",
     epilog=epilog(
         'dsv4 run "What is 17 + 25?"',
         "dsv4 download flash --dry-run",
@@ -72,79 +72,21 @@ app = Application(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(
-    epilog=epilog(
-        "dsv4 chat",
-        "dsv4 chat --model flash --think high --think-budget 2000",
-        "dsv4 chat --model flash --tp 2",
-        'dsv4 chat "What is 17 + 25?"',
-        "dsv4 chat --continue",
-        "dsv4 chat --sessions",
-        "dsv4 chat --resume 2",
-        "dsv4 chat --session notes.json --system 'Answer in one sentence.'",
-        "dsv4 chat --tools tools.json --tool-exec ./call.py",
-        "printf 'What is 17 + 25?\\n' | dsv4 chat",
-    )
-)(chat)
-# what --tp starts
+app.command(epilog=epilog(*CHAT_EXAMPLES))(chat)
+# the ranks that --tp starts
 app.command(hidden=True)(follow)
-# what compiles kernels beside a command
+# the process that compiles kernels while a command loads its model
 app.command(hidden=True)(compile_ahead)
 app.command(
     # the first sentence of its help is too long for the list of commands
-    short_help="Convert a checkpoint to another layout, and prove the result.",
-    epilog=epilog(
-        "dsv4 convert flash OUT --to bf16 --dry-run",
-        "dsv4 convert ~/models/DeepSeek-V4-Flash OUT --to mp --ranks 4",
-        "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
-        "dsv4 convert flash OUT --to nvfp4 --shard 2/8",
-        "dsv4 convert --finish OUT",
-        "dsv4 convert --check OUT --against flash",
-    ),
+    short_help="Convert a checkpoint to another layout, and verify the result.",
+    epilog=epilog(*CONVERT_EXAMPLES),
 )(convert)
-app.command(
-    epilog=epilog(
-        "dsv4 download flash --dry-run",
-        "dsv4 download flash-0731 --local-dir ~/models/DeepSeek-V4-Flash-0731",
-        "dsv4 download pro --layers 0-3 --no-mtp",
-        "dsv4 download deepseek-ai/DeepSeek-V4-Pro --only config,tokenizer,index",
-    )
-)(download)
-app.command(
-    name="eval",
-    epilog=epilog(
-        "dsv4 eval",
-        "dsv4 eval gsm8k_test.jsonl --model flash --out gsm8k.jsonl",
-        "dsv4 eval gsm8k_test.jsonl --model OUT --against gsm8k.jsonl",
-        "dsv4 eval flash/manifest.tsv --model OUT --against flash-0731",
-    ),
-)(evaluate)
-app.command(
-    epilog=epilog(
-        "dsv4 inspect ~/models/DeepSeek-V4-Flash",
-        "dsv4 inspect flash --json",
-        "dsv4 inspect flash --values full",
-        "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
-        "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
-        "dsv4 inspect OUT --diff flash",
-        "dsv4 inspect flash --tensor layers.3.attn.wq_a",
-    )
-)(inspect)
-app.command(
-    epilog=epilog(
-        'dsv4 run "What is 17 + 25?"',
-        "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
-        "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
-        "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
-    )
-)(run)
-app.command(
-    epilog=epilog(
-        "dsv4 serve --model flash --tp 2",
-        "dsv4 serve --port 9000 --alias deepseek-chat --think high",
-        "dsv4 serve --model flash --host 0.0.0.0 --api-key-file keys.txt",
-    )
-)(serve)
+app.command(epilog=epilog(*DOWNLOAD_EXAMPLES))(download)
+app.command(name="eval", epilog=epilog(*EVAL_EXAMPLES))(evaluate)
+app.command(epilog=epilog(*INSPECT_EXAMPLES))(inspect)
+app.command(epilog=epilog(*RUN_EXAMPLES))(run)
+app.command(epilog=epilog(*SERVE_EXAMPLES))(serve)
 app.add_typer(profile, name="profile")
 app.add_typer(trace, name="trace")
 

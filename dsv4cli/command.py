@@ -106,7 +106,7 @@ def _model_option(argument: str) -> typer.core.TyperOption:
         param_decls=["named_model", "-m", "--model"],
         type=str,
         metavar="MODEL",
-        help=f"The same as {argument}.",
+        help=f"Same as {argument}.",
         autocompletion=complete_model,
         expose_value=False,
     )

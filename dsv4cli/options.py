@@ -15,14 +15,15 @@ from dsv4cli.model_names import complete_model
 
 EXIT_CODES = """\b
 Exit codes:
-  0 ok; 1 failure; 2 usage; 3 checked, and the answer is no;
+  0 ok; 1 failure; 2 usage error; 3 checked, and the answer is no;
   4 unsupported checkpoint or hardware; 5 not enough disk, RAM or VRAM;
-  6 network or hub; 7 finished, but the result is unsound;
+  6 network or Hub error; 7 finished, but the result is invalid;
   130 interrupted; 143 terminated"""
 
 MODEL_HELP = (
-    "A checkpoint folder; nano or nano-0731, which are built in; flash, pro, flash-0731 or org/name[@revision] in the "
-    "Hugging Face cache; or random:PRESET[,KEY=N,...], random weights without files (KEY: layers, experts, seed)."
+    "Model to use: a checkpoint folder; a built-in model (nano, nano-0731); flash, pro, "
+    "flash-0731 or org/name[@revision] from the Hugging Face cache; or random:PRESET[,KEY=N,...] "
+    "for random weights without files (keys: layers, experts, seed)."
 )
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]
@@ -30,17 +31,18 @@ ModelOpt = Annotated[
     str,
     typer.Option("--model", "-m", metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model),
 ]
-DeviceOpt = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto uses a GPU if there is one.")]
+DeviceOpt = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N. auto uses a GPU if one is available.")]
 BackendOpt = Annotated[
     Literal["auto", "triton", "torch"],
-    typer.Option(help="Which kernels to use: auto is Triton on a GPU and plain PyTorch elsewhere."),
+    typer.Option(help="Kernels to use. auto selects Triton on a GPU and plain PyTorch elsewhere."),
 ]
 TpOpt = Annotated[
     int | None,
     typer.Option(
         "--tp",
         min=1,
-        help="Processes that share the model, one GPU each; torchrun can start them on other machines too.",
+        help="Number of tensor-parallel ranks (one process and one GPU each). To span several machines, "
+        "start the command with torchrun.",
     ),
 ]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout and nothing else.")]
@@ -50,7 +52,7 @@ SpecialTokensOpt = Annotated[
     bool,
     typer.Option(
         "--special-tokens",
-        help="Read special tokens in messages, files and tool results as tokens, not as text.",
+        help="Parse special tokens in messages, files and tool results as tokens instead of text.",
     ),
 ]
 
@@ -75,23 +77,28 @@ def argument_text(param: typer.CallbackParam, value: Any) -> Any:
         ) from None
 
 
-SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="The system message.", callback=argument_text)]
+SystemOpt = Annotated[str | None, typer.Option("--system", "-s", help="System message.", callback=argument_text)]
 ThinkOpt = Annotated[
     Literal["off", "low", "high", "max"],
-    typer.Option(help="How hard to reason first: off, high or max; releases from 0731 on also low."),
+    typer.Option(help="Reasoning effort before the answer: off, high or max; also low for releases from 0731 on."),
 ]
-MaxTokensOpt = Annotated[int, typer.Option(help="The most tokens in an answer.")]
+MaxTokensOpt = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.")]
 TemperatureOpt = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token. If absent, the model's own value, or 1.")
+    float | None,
+    typer.Option(
+        help="Sampling temperature; 0 always picks the most likely token. Defaults to the model's own value, or 1."
+    ),
 ]
 TopPOpt = Annotated[
     float | None,
     typer.Option(
-        help="Draw from the likeliest tokens with this total probability. If absent, the model's own value, or 1."
+        help="Sample from the most likely tokens that together reach this probability. Defaults to the "
+        "model's own value, or 1."
     ),
 ]
 SeedOpt = Annotated[
-    int | None, typer.Option(help="Makes the draws repeatable. If absent, each run differs; eval takes 0.")
+    int | None,
+    typer.Option(help="Random seed, for repeatable answers. By default every run uses a new seed; eval uses 0."),
 ]
 StopOpt = Annotated[
     list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.", callback=argument_text)
@@ -99,32 +106,39 @@ StopOpt = Annotated[
 PrefillChunkOpt = Annotated[
     int | None,
     typer.Option(
-        help="The most prompt tokens in one step: more is faster and takes more memory; 1 computes as decoding does. "
-        "If absent, 8192 on a GPU that has room for that beside all weights, else 4096, 512 on a CPU, or fewer where "
-        "room is short."
+        help="Maximum number of prompt tokens per prefill step. Larger chunks are faster and need more "
+        "memory; 1 computes the prompt as decoding does. Defaults to 8192 on a GPU if all weights "
+        "leave enough memory, otherwise 4096; to 512 on a CPU; to less if memory is short."
     ),
 ]
 MaxContextOpt = Annotated[
-    int | None, typer.Option(help="The most tokens of prompt and answer together. If absent, the model's own limit.")
+    int | None,
+    typer.Option(
+        help="Maximum context length in tokens, prompt and answer together. Defaults to the model's own limit."
+    ),
 ]
 DtypeOpt = Annotated[
     Literal["auto", "bfloat16", "float32"],
-    typer.Option(help="auto rounds as the official code does; the others compute in that type, without quantisation."),
+    typer.Option(
+        help="auto rounds like the official code; bfloat16 and float32 compute in that type, without quantization."
+    ),
 ]
 DraftOpt = Annotated[
     str,
     typer.Option(
         metavar="auto|off|N",
-        help="How many tokens the model's drafter guesses ahead of a step, which then checks them: as many as pay, "
-        "none, or at most N, 1 to 7. The answer stays the same, on a GPU to the last bit with --exact.",
+        help="Speculative decoding: auto chooses how many draft tokens to verify per step, off disables "
+        "drafting, and N (1 to 7) sets a maximum. Drafts do not change the answer; on a GPU, add "
+        "--exact for bit-identical results.",
     ),
 ]
 ExactOpt = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="On a GPU, steps of up to 8 rows give each row the same bits whatever the other rows are. Else the last "
-        "bits depend on how many prompts and drafts a step has. A CPU always does.",
+        help="On a GPU, make the result of each row independent of the other rows in its step, bit for "
+        "bit, for up to 8 rows. Without it, the last bits depend on how many prompts and draft tokens "
+        "share the step. A CPU always does this.",
     ),
 ]
 
@@ -132,26 +146,29 @@ GpuMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for weights, as in 120GB. If absent, the free memory less what prompts and their "
-        "answers need. Experts beyond it stay in host memory.",
+        help="Maximum GPU memory for weights, for example 120GB. Experts that do not fit stay in host "
+        "memory. Defaults to the free memory minus what prompts and answers need.",
     ),
 ]
 HostMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most host memory for experts and the embedding, for all ranks of a machine together. If absent, 7/8 "
-        "of the free memory. Give it where the system reports less than there is.",
+        help="Maximum host memory for experts and the embedding, for all ranks of a machine together. "
+        "Defaults to 7/8 of the free memory. Set it if the system reports less memory than there is.",
     ),
 ]
 
 LayersOpt = Annotated[
     str | None,
-    typer.Option(metavar="A-B", help="Only these main layers, as in 0-3, and everything outside the layers."),
+    typer.Option(metavar="A-B", help="Only these main layers, for example 0-3, and all tensors outside the layers."),
 ]
-NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter: all tensors under mtp.")]
+NoMtpOpt = Annotated[bool, typer.Option("--no-mtp", help="Leave out the drafter (all tensors under mtp).")]
 RevisionOpt = Annotated[
-    str | None, typer.Option(metavar="REV", help="Branch, tag or commit of the repository on the hub; main by default.")
+    str | None,
+    typer.Option(
+        metavar="REV", help="Branch, tag or commit of the repository on the Hugging Face Hub. Defaults to main."
+    ),
 ]
 
 

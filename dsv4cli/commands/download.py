@@ -27,20 +27,29 @@ RepositoryArg = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=complete_repository,
-        help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face hub.",
+        help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face Hub.",
     ),
 ]
 OnlyOpt = Annotated[
     str | None,
-    typer.Option(metavar="KINDS", help="Only these kinds of files: config, tokenizer, index, weights, other."),
+    typer.Option(
+        metavar="KINDS",
+        help="Only these kinds of files, separated by commas: config, tokenizer, index, weights, other.",
+    ),
 ]
 LocalDirOpt = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Put the files into this folder instead of the Hugging Face cache.")
+    Path | None, typer.Option(metavar="DIR", help="Download to this folder instead of the Hugging Face cache.")
 ]
-WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Files to fetch at the same time.")]
+WorkersOpt = Annotated[int, typer.Option("--max-workers", min=1, max=64, help="Number of parallel downloads.")]
 DryRunOpt = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be fetched and whether it fits; fetch nothing.")
+    bool, typer.Option("--dry-run", help="Show what would be downloaded and whether it fits; download nothing.")
 ]
+DOWNLOAD_EXAMPLES = (
+    "dsv4 download flash --dry-run",
+    "dsv4 download flash-0731 --local-dir ~/models/DeepSeek-V4-Flash-0731",
+    "dsv4 download pro --layers 0-3 --no-mtp",
+    "dsv4 download deepseek-ai/DeepSeek-V4-Pro --only config,tokenizer,index",
+)
 
 
 def download(
@@ -58,20 +67,20 @@ def download(
 ) -> None:
     """Download a model, or a part of it, and verify every byte.
 
-    Checks first that all of it fits on the disk. Every file is compared with the hub's hash, those that are there
-    already too: running the command again checks a download. A wrong file is fetched again; one in --local-dir that no
-    download has put there is never overwritten. Interrupted, the same command continues where it stopped, within a
-    file too.
+    The command first checks that everything fits on the disk. It compares every file with the Hub's hash, including
+    files that are already there: to verify a download, run the command again. A wrong file is downloaded again, but a
+    file in --local-dir that no download put there is never overwritten. An interrupted download continues where it
+    stopped, also within a file.
 
-    A part is chosen by layers, with the index of the weights, or by kinds of files (--only, several with commas):
-    config and index are JSON files, tokenizer has all that makes text into tokens, weights are the .safetensors
-    files, other is the rest. All files come from one commit. At the end stands the verdict of `dsv4 inspect`, for
-    a part that of the layers which were wanted.
+    To download a part, select layers (--layers, --no-mtp; the weight index says which files have them) or kinds of
+    files (--only): config and index are JSON files, tokenizer is everything that tokenization needs, weights are the
+    .safetensors files, other is the rest. All files come from one commit. At the end, the command prints the verdict
+    of `dsv4 inspect`; for a part, it covers only the layers that you selected.
 
-    Where huggingface_hub is offline (HF_HUB_OFFLINE=1), what its cache holds is checked in the same way.
+    If huggingface_hub is offline (HF_HUB_OFFLINE=1), the command verifies the files in its cache in the same way.
 
-    The cache, the login (`hf auth login`), the endpoint and the proxies are those of huggingface_hub: HF_HOME,
-    HF_HUB_CACHE, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
+    The cache, login (`hf auth login`), endpoint and proxies are those of huggingface_hub: HF_HOME, HF_HUB_CACHE,
+    HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT.
     """
     from dsv4cli.engine.hub import job, retry
 

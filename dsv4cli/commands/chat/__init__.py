@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 import typer
 
@@ -15,6 +15,25 @@ from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
 from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
+from dsv4cli.commands.chat.options import (
+    ApiKeyFileOpt,
+    ChatTpOpt,
+    ContinueOpt,
+    MaxRoundsOpt,
+    NoHistoryOpt,
+    NoMarkdownOpt,
+    QuestionArg,
+    ResumeOpt,
+    SessionOpt,
+    SessionsOpt,
+    ShowThinkingOpt,
+    ThinkBudgetOpt,
+    ToolExecOpt,
+    ToolsOpt,
+    ToolTimeoutOpt,
+    UrlOpt,
+    YesOpt,
+)
 from dsv4cli.commands.chat.remote import OnCommandLine, ServerModels, check_no_key, check_options, read_key
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.settings import check_budget
@@ -29,61 +48,18 @@ from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, takes_model_options
 from dsv4cli.output import Output
 
-QuestionArg = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="QUESTION",
-        help="A question to ask first. On a terminal the conversation goes on after it, elsewhere it ends.",
-    ),
-]
-UrlOpt = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="Talk to a server that speaks OpenAI's API, as dsv4 serve does; load no model."),
-]
-ApiKeyFileOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="The API key for --url: the first line of this file.")
-]
-ContinueOpt = Annotated[bool, typer.Option("--continue", "-c", help="Continue the last session.")]
-ResumeOpt = Annotated[
-    str | None,
-    typer.Option("--resume", "-r", metavar="WHICH", help="Continue a session of --sessions, by its number or name."),
-]
-SessionsOpt = Annotated[bool, typer.Option("--sessions", help="List the sessions, the newest first, and exit.")]
-SessionOpt = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE.json", help="Continue with the messages of this file, if it exists, and keep it up to date."
-    ),
-]
-ThinkBudgetOpt = Annotated[
-    int | None,
-    typer.Option(
-        help="The most tokens of thinking; then the model must answer. If absent, only the answer's limits count."
-    ),
-]
-ToolsOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE.json", help="Tools to offer, as in the OpenAI API; you type the results.")
-]
-ToolExecOpt = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COMMAND",
-        help="A program that carries out calls: it reads {name, arguments} as JSON and prints text or JSON.",
-    ),
-]
-ToolTimeoutOpt = Annotated[float, typer.Option(help="The most seconds that a call may take.")]
-YesOpt = Annotated[bool, typer.Option("--yes", help="Run --tool-exec without asking.")]
-MaxRoundsOpt = Annotated[
-    int, typer.Option(min=1, help="Rounds of calls in a turn; after them --yes asks nevertheless, or ends the answer.")
-]
-ShowThinkingOpt = Annotated[bool, typer.Option("--show-thinking", help="Show reasoning as it comes, not in one line.")]
-NoMarkdownOpt = Annotated[
-    bool, typer.Option("--no-markdown", help="Show answers as the model writes them, on a terminal too.")
-]
-NoHistoryOpt = Annotated[bool, typer.Option("--no-history", help="Keep no history of inputs.")]
-ChatTpOpt = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Processes of this machine that share the model, one GPU each.")
-]
+CHAT_EXAMPLES = (
+    "dsv4 chat",
+    "dsv4 chat --model flash --think high --think-budget 2000",
+    "dsv4 chat --model flash --tp 2",
+    'dsv4 chat "What is 17 + 25?"',
+    "dsv4 chat --continue",
+    "dsv4 chat --sessions",
+    "dsv4 chat --resume 2",
+    "dsv4 chat --session notes.json --system 'Answer in one sentence.'",
+    "dsv4 chat --tools tools.json --tool-exec ./call.py",
+    "printf 'What is 17 + 25?\\n' | dsv4 chat",
+)
 
 
 @takes_model_options()
@@ -110,11 +86,11 @@ def chat(
     tp: ChatTpOpt = None,
     quiet: QuietOpt = False,
 ) -> None:
-    """Conversation with the model, as long as you like.
+    """Chat with the model.
 
-    On a terminal it edits lines, keeps a history and renders Markdown; /help lists its commands. Ctrl-C stops an
-    answer, twice it quits. Piped lines are questions; the exit code is that of the last error. Later,
-    --continue continues the session.
+    On a terminal you can edit lines, recall earlier input and see rendered Markdown; /help lists the commands of the
+    chat. Ctrl-C stops an answer; press it twice to quit. With piped input, every line is a question, and the exit
+    code is that of the last error. To continue the session later, use --continue.
     """
     environment: Environment = context.obj
     if _edits(environment.term):

@@ -5,16 +5,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from dsv4cli.commands.convert.join import ComparisonOptions, facts, join, next_step, notes, time_text, verdict
+from dsv4cli.commands.convert.options import (
+    AgainstOpt,
+    AttentionOpt,
+    CheckOpt,
+    DryRunOpt,
+    ExpertsOpt,
+    FinishOpt,
+    JsonOpt,
+    OutputArg,
+    RanksOpt,
+    ShardOpt,
+    SizeOpt,
+    SourceArg,
+    ToOpt,
+    VerifyOpt,
+    WorkersOpt,
+)
 from dsv4cli.commands.convert.rounding import report_rounding
 from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
-from dsv4cli.model_names import complete_model
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt, QuietOpt
 from dsv4cli.output import Output, counted, duration_text, size_text
 
@@ -25,41 +41,14 @@ if TYPE_CHECKING:
     from dsv4cli.engine.conversion.write import FileDone
 
 SCHEMA = "dsv4.convert/1"
-SOURCE_HELP = "The checkpoint: a folder in any of the layouts, or flash, pro, org/name in the Hugging Face cache."
-SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP, autocompletion=complete_model)]
-OutputArg = Annotated[Path | None, typer.Argument(metavar="DST", help="The folder to write: new, empty or unfinished.")]
-ToOpt = Annotated[
-    Literal["official", "bf16", "fp8", "base", "nvfp4", "mp", "transformers", "gguf", "compressed-tensors"] | None,
-    typer.Option("--to", metavar="LAYOUT", help="The layout to make; see above."),
-]
-RanksOpt = Annotated[int | None, typer.Option(min=1, help="For --to mp: cut for this many GPUs.")]
-ExpertsOpt = Annotated[
-    Literal["fp4", "nvfp4", "fp8", "bf16"] | None, typer.Option(help="Store the routed experts in this format instead.")
-]
-AttentionOpt = Annotated[
-    Literal["fp8", "bf16"] | None,
-    typer.Option(help="Store attention and the other matrices outside the routed experts in this format instead."),
-]
-SizeOpt = Annotated[str, typer.Option(metavar="SIZE", help="Largest output file; a tensor is never cut.")]
-WorkersOpt = Annotated[int | None, typer.Option("--max-workers", min=1, help="Threads; one per core, at most 16.")]
-VerifyOpt = Annotated[
-    Literal["sample", "full", "off"],
-    typer.Option("--verify", help="Compare the output with the source: a sixteenth of each large tensor, or all."),
-]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show the plan and its rate; write nothing.")]
-ShardOpt = Annotated[str | None, typer.Option(metavar="I/N", help="Do the I-th of N parts, as one of N machines.")]
-FinishOpt = Annotated[
-    Path | None, typer.Option(metavar="DST", help="Join the parts of a shared job: checks, configuration, index.")
-]
-CheckOpt = Annotated[
-    Path | None,
-    typer.Option("--check", metavar="DST", help="Compare a finished output with its hashes; write nothing."),
-]
-AgainstOpt = Annotated[
-    str | None,
-    typer.Option(metavar="SRC", autocompletion=complete_model, help="For --finish and --check: compare with SRC too."),
-]
-JsonOpt = Annotated[bool, typer.Option("--json", help="Print one JSON object per file and a summary, line by line.")]
+CONVERT_EXAMPLES = (
+    "dsv4 convert flash OUT --to bf16 --dry-run",
+    "dsv4 convert ~/models/DeepSeek-V4-Flash OUT --to mp --ranks 4",
+    "dsv4 convert flash OUT --to official --layers 0-3 --no-mtp",
+    "dsv4 convert flash OUT --to nvfp4 --shard 2/8",
+    "dsv4 convert --finish OUT",
+    "dsv4 convert --check OUT --against flash",
+)
 
 
 def convert(
@@ -84,22 +73,22 @@ def convert(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Convert a checkpoint to another layout, and prove that the values are the same.
+    """Convert a checkpoint to another layout, and verify that the values are the same.
 
     \b
-    Layouts (--to); SRC may be any of them:
-      official      as published: experts FP4, other matrices FP8, official names
-      bf16          everything dequantised, official names; for fine-tuning
-      fp8           experts FP8 in blocks of 128 x 128, refused where not exact
-      base          all matrices FP8 with FP32 scales, refused where not exact
-      nvfp4         experts NVFP4 in ModelOpt's layout, refused where not exact
-      mp            model{i}-mp{N}.safetensors of the official scripts; --ranks N
-      transformers  names and stacked experts of Hugging Face transformers, bf16
-      gguf          llama.cpp's: MXFP4, Q8_0 or, if asked for, bf16; no drafter
-      compressed-tensors  experts MXFP4 or (--experts nvfp4) NVFP4, others bf16
+    Layouts (--to); SRC may be in any of them:
+      official      as published: FP4 experts, other matrices FP8, official names
+      bf16          everything dequantized to BF16, official names; for fine-tuning
+      fp8           experts in FP8 blocks of 128 x 128; only if exact
+      base          all matrices in FP8 with FP32 scales; only if exact
+      nvfp4         experts in NVFP4, ModelOpt's layout; only if exact
+      mp            model{i}-mp{N}.safetensors for the official scripts; --ranks N
+      transformers  names and stacked experts of Hugging Face transformers, BF16
+      gguf          for llama.cpp: MXFP4, Q8_0 or, on request, BF16; no drafter
+      compressed-tensors  experts in MXFP4 or (--experts nvfp4) NVFP4, others BF16
 
-    Memory stays at a few tensors per thread, whatever the size. Files appear under their names when they are complete,
-    index and configuration last. Interrupted, the same command continues. The source is never written to.
+    Memory use is a few tensors per thread for a model of any size. Each file gets its final name when it is complete,
+    index and configuration last. To continue after an interruption, run the command again. SRC is never modified.
     """
     out = Output(context.obj.colours, as_json, quiet)
     if finish is not None or look is not None:

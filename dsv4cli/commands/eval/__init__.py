@@ -29,8 +29,8 @@ FileArg = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="The questions: our JSON lines, gsm8k, math500, humaneval, mmlu, mmlu_pro, gpqa or official "
-        "continuations as they were published; nano: 200 that come with the program.",
+        help="Questions: JSON lines in dsv4's format; gsm8k, math500, humaneval, mmlu, mmlu_pro, gpqa or "
+        "the official continuations as published; or nano, 200 built-in questions.",
     ),
 ]
 AgainstOpt = Annotated[
@@ -38,24 +38,32 @@ AgainstOpt = Annotated[
     typer.Option(
         metavar="OTHER",
         autocompletion=complete_model,
-        help="Another model, or its file of results: which answers differ, by chance or not?",
+        help="Another model, or a file of its results, to compare with: which answers differ, and is the "
+        "difference significant?",
     ),
 ]
 OutOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Write each result to this file as it is there; the same command continues with the others.",
+        help="Write each result to this file as soon as it is known. To continue after an interruption, "
+        "run the same command again.",
     ),
 ]
-LimitOpt = Annotated[int | None, typer.Option(min=1, help="Ask the first so many questions only.")]
+LimitOpt = Annotated[int | None, typer.Option(min=1, help="Ask only the first N questions.")]
 ChoicesOpt = Annotated[
     Literal["likelihood", "answer"] | None,
     typer.Option(
-        help="Judge choices by how likely each is, or by the letter in an answer. If absent, by likelihood without "
-        "thinking and by the answer with it."
+        help="How to judge multiple-choice questions: by the likelihood of each choice, or by the letter "
+        "in the answer. Defaults to likelihood without thinking and to answer with thinking."
     ),
 ]
+EVAL_EXAMPLES = (
+    "dsv4 eval",
+    "dsv4 eval gsm8k_test.jsonl --model flash --out gsm8k.jsonl",
+    "dsv4 eval gsm8k_test.jsonl --model OUT --against gsm8k.jsonl",
+    "dsv4 eval flash/manifest.tsv --model OUT --against flash-0731",
+)
 
 
 @takes_model_options()
@@ -71,10 +79,10 @@ def evaluate(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Ask a model questions whose answers are known.
+    """Evaluate a model on questions with known answers.
 
-    The score goes to stdout. With --against the same questions are asked of two models, and the answer is no (exit
-    code 3) when the first is significantly worse. Without FILE nano answers 200 questions.
+    The score goes to stdout. With --against, two models answer the same questions, and the exit code is 3 if the first
+    is significantly worse. Without FILE, the model answers the 200 built-in questions.
     """
     from dsv4cli.engine.evaluation.results import is_results
     from dsv4cli.engine.settings import check_device

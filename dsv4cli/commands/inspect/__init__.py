@@ -33,58 +33,75 @@ InspectedArg = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=complete_model,
-        help="A checkpoint folder, one .safetensors file or a GGUF model; flash, pro, flash-0731 or "
-        "org/name[@revision], in the Hugging Face cache, else read from the hub by its headers alone (hf://org/name: "
-        "not the cache's folder of that name); or random:PRESET[,KEY=N,...], random weights without "
-        "files (KEY: layers, experts, seed).",
+        help="Model to inspect: a checkpoint folder, a .safetensors file or a GGUF model; flash, pro, "
+        "flash-0731 or org/name[@revision] from the Hugging Face cache, or its headers from the Hub "
+        "if it is not cached (hf://org/name if a folder has the same name); or random:PRESET[,KEY=N,...] for "
+        "random weights without files (keys: layers, experts, seed).",
     ),
 ]
 ValuesOpt = Annotated[
     Literal["sample", "full"] | None,
     typer.Option(
-        help="Read the weights and judge them: the first, middle and last rows of each tensor, or every byte. What is "
-        "wrong makes the answer no; what is only suspicious is shown."
+        help="Read and check the weights: sample reads the first, middle and last rows of each tensor, "
+        "full reads every byte. An error makes the exit code 3; what is only suspicious is shown."
     ),
 ]
 TensorOpt = Annotated[
     str | None, typer.Option(metavar="NAME", help="Show one tensor: file, format, scales, statistics, histogram.")
 ]
 LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
-TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, equal layers folded.")]
+TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, with equal layers folded.")]
 ForOpt = Annotated[
     Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"] | None,
     typer.Option(
         "--for",
         metavar="PROGRAM",
-        help="Would this program load it? Its verdict is then the answer. PROGRAM is one of vllm, "
-        "sglang, transformers, official, llama.cpp, ds4 and dsv4.",
+        help="Check whether this program can load the model; its verdict decides the exit code. PROGRAM is "
+        "one of vllm, sglang, transformers, official, llama.cpp, ds4 and dsv4.",
     ),
 ]
-FitOpt = Annotated[bool, typer.Option("--fit", help="Does it run here, or on --gpus? With bytes and a command.")]
+FitOpt = Annotated[
+    bool,
+    typer.Option(
+        "--fit",
+        help="Check whether the model fits on this machine, or on --gpus; show the bytes per device and a command.",
+    ),
+]
 GpusOpt = Annotated[
-    str | None, typer.Option(metavar="NxSIZE", help="For --fit: other GPUs, as in 2x141GB, 24GB,48GB or 2xH100.")
+    str | None, typer.Option(metavar="NxSIZE", help="With --fit: other GPUs, for example 2x141GB, 24GB,48GB or 2xH100.")
 ]
 RamOpt = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="For --fit: the RAM, as in 192GB; with --gpus the RAM of their machine."),
+    typer.Option(
+        metavar="SIZE", help="With --fit: RAM, for example 192GB; with --gpus, the RAM of the machine with those GPUs."
+    ),
 ]
 ContextOpt = Annotated[
     int | None,
     typer.Option(
         "--max-context",
         min=1,
-        help=f"For --fit: tokens of a sequence. If absent, {FIT_CONTEXT}.",
+        help=f"With --fit: context length in tokens. Defaults to {FIT_CONTEXT}.",
     ),
 ]
-BatchOpt = Annotated[int | None, typer.Option(min=1, help="For --fit: sequences at once. If absent, 1.")]
+BatchOpt = Annotated[int | None, typer.Option(min=1, help="With --fit: number of concurrent sequences. Defaults to 1.")]
 DiffOpt = Annotated[
     str | None,
     typer.Option(
         metavar="OTHER",
         autocompletion=complete_model,
-        help="Are both the same model? Compares values; --layer or --tensor choose a part.",
+        help="Check whether two models have the same values. --layer or --tensor limits the comparison to a part.",
     ),
 ]
+INSPECT_EXAMPLES = (
+    "dsv4 inspect ~/models/DeepSeek-V4-Flash",
+    "dsv4 inspect flash --json",
+    "dsv4 inspect flash --values full",
+    "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
+    "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
+    "dsv4 inspect OUT --diff flash",
+    "dsv4 inspect flash --tensor layers.3.attn.wq_a",
+)
 
 
 # prints an answer, keeps its document, tells whether it is a yes
@@ -118,12 +135,12 @@ def inspect(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Show what a model is, whether it would load, how large it is.
+    """Show what a model is, whether it would load, and how large it is.
 
-    Reads the configuration and the headers of the weight files, never the weights unless an option needs them:
-    seconds for 865 GB. The answer is no (exit code 3) when the checkpoint is damaged, when dsv4 does not run it
-    (what `dsv4 convert` reads is described all the same), when --for, --fit or --diff say no, or when --values
-    finds what is wrong. Without --values a model may load and still be wrong.
+    The command reads the configuration and the headers of the weight files, and the weights only if an option needs
+    them: that takes seconds for 865 GB. The exit code is 3 if the checkpoint is damaged, if dsv4 cannot run it (a
+    layout that only `dsv4 convert` reads is still described), if --for, --fit or --diff answers no, or if --values
+    finds an error. Without --values, a model with wrong weights can pass.
     """
     from dsv4cli.engine.inspection.report import document, inspect_model
     from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable

@@ -9,7 +9,7 @@ from dsv4cli.command import Application
 from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
-from dsv4cli.commands.profile.warm import warm
+from dsv4cli.commands.profile.warm import WARM_EXAMPLES, warm
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelArg, QuietOpt, epilog
@@ -27,47 +27,54 @@ ShapesArg = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=complete_model,
-        help="The model whose shapes to use: flash, pro, flash-0731, tiny (no files needed), or any other.",
+        help="Model whose shapes to use: flash, pro, flash-0731, tiny (no files needed), or any other.",
     ),
 ]
 CasesOpt = Annotated[
     str,
-    typer.Option(metavar="N,N", help="Tokens of a step: up to 64 come from as many sequences, more from one prompt."),
+    typer.Option(
+        metavar="N,N",
+        help="Tokens per step, separated by commas. Up to 64, each token is a sequence of its own; more "
+        "are one prompt.",
+    ),
 ]
-ContextOpt = Annotated[int, typer.Option("--context", help="Tokens of each sequence, the step's own included.")]
-RanksOpt = Annotated[int, typer.Option(min=1, help="Use the shapes of one of this many ranks.")]
+ContextOpt = Annotated[
+    int, typer.Option("--context", help="Context length of each sequence in tokens, including those of the step.")
+]
+RanksOpt = Annotated[int, typer.Option(min=1, help="Use the shapes of one rank of this many.")]
 OnlyOpt = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="Only this operation or family; may be repeated.")
 ]
 BaselineOpt = Annotated[
-    Path | None, typer.Option(metavar="OLD.json", help="An earlier output of --json: show what has changed.")
+    Path | None,
+    typer.Option(metavar="OLD.json", help="Earlier output of --json to compare with; show what has changed."),
 ]
 PlotOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw a roofline into a .png or .svg file; needs dsv4[plot].")
+    Path | None, typer.Option(metavar="FILE", help="Draw a roofline plot into a .png or .svg file; needs dsv4[plot].")
 ]
 StepTokensOpt = Annotated[
-    int, typer.Option(min=1, help="Tokens of each sequence in the step: 1 decodes, more are a part of a prompt.")
+    int, typer.Option(min=1, help="Tokens of each sequence in the step: 1 to decode, more for a prefill chunk.")
 ]
 BeforeOpt = Annotated[
     int | None,
-    typer.Option("--context", min=0, help="Tokens before the step; if absent, 4096 to decode and 0 for a prompt."),
+    typer.Option("--context", min=0, help="Tokens before the step. Defaults to 4096 for decoding and 0 for prefill."),
 ]
-BatchOpt = Annotated[int, typer.Option(min=1, max=64, help="Sequences in the step.")]
+BatchOpt = Annotated[int, typer.Option(min=1, max=64, help="Number of sequences in the step.")]
 DraftsOpt = Annotated[
     str,
     typer.Option(
         "--draft",
         metavar="auto|off|N",
-        help="Also time decoding with N drafts of the model's drafter in a step, 1 to 7: what each further row costs, "
-        "what drafting costs, what a token takes. auto: as many as are usual for the drafter.",
+        help="Also time decoding with N draft tokens per step, 1 to 7: the cost of each further row, of "
+        "drafting, and per token. auto uses the drafter's usual number.",
     ),
 ]
 AcceptOpt = Annotated[
     float | None,
     typer.Option(
         metavar="LENGTH",
-        help="With --draft: how many tokens a step gives, its accepted drafts and the model's own, 1 to N + 1. "
-        "If absent, every whole number.",
+        help="With --draft: tokens generated per step (accepted drafts plus one), from 1 to N + 1. "
+        "Defaults to every whole number.",
     ),
 ]
 TraceOpt = Annotated[
@@ -75,7 +82,7 @@ TraceOpt = Annotated[
 ]
 
 profile = Application(
-    help="Measure the model's operations and steps on this machine.",
+    help="Measure how fast a model's operations and steps are on this machine.",
     epilog=epilog("dsv4 profile kernels --model flash", "dsv4 profile step", "dsv4 profile warm --model flash"),
 )
 
@@ -103,13 +110,13 @@ def kernels(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Time every operation at a model's shapes, one by one.
+    """Time every operation of a model, one by one.
 
-    What this device copies, reads and multiplies at most is measured first; each operation is compared with its
-    reference before a time is shown. On a GPU its inputs come from memory, not from the cache.
+    The command first measures how fast this device can copy, read and multiply. It compares each operation with its
+    reference before it shows a time. On a GPU, the inputs come from memory, not from the cache.
 
-    With --json every operation is timed again at the end of the run, with --baseline those that seem to have changed: a
-    change is one only if every pass shows it.
+    With --json, every operation is timed again at the end of the run; with --baseline, only those that seem to have
+    changed. A change is reported only if every pass shows it.
     """
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import kernels_document
@@ -138,7 +145,7 @@ def kernels(
 
 
 @profile.command(
-    short_help="Time a whole step of a model and its parts.",
+    short_help="Time a whole step of a model and each part of it.",
     epilog=epilog(
         "dsv4 profile step",
         "dsv4 profile step --model flash --context 131072",
@@ -164,10 +171,10 @@ def step(
 ) -> None:
     """Time a whole step of a model, prefill or decode, and each part of it.
 
-    The tokens before the step are random values in the cache: nothing has to be prefilled.
+    The KV cache holds random values for the tokens before the step, so nothing has to be prefilled.
 
-    --draft adds steps that verify drafts. Their rows are random tokens, which share few experts: those of a text share
-    more and cost no more.
+    --draft also times steps that verify draft tokens. Their rows are random tokens, which share few experts. Rows of
+    real text share more experts and cost no more.
     """
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
@@ -199,13 +206,7 @@ def step(
         out.hint(f"open {trace} in https://ui.perfetto.dev")
 
 
-profile.command(
-    epilog=epilog(
-        "dsv4 profile warm --model flash",
-        "dsv4 profile warm --model flash --tp 2 --batch 16",
-        "TRITON_CACHE_DIR=cache dsv4 profile warm --model flash --card h200",
-    )
-)(warm)
+profile.command(epilog=epilog(*WARM_EXAMPLES))(warm)
 
 
 def _baseline(path: Path | None, kind: str) -> dict[str, Any] | None:

@@ -22,22 +22,29 @@ ShapesArg = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=complete_model,
-        help="The model: flash, pro, flash-0731, tiny (no files needed), or any other that run accepts.",
+        help="Model to compile for: flash, pro, flash-0731, tiny (no files needed), or any other that run accepts.",
     ),
 ]
-RanksOpt = Annotated[int, typer.Option("--tp", min=1, help="Processes that will share the model, one GPU each.")]
+RanksOpt = Annotated[int, typer.Option("--tp", min=1, help="Number of tensor-parallel ranks to compile for.")]
 LengthOpt = Annotated[
     int | None,
-    typer.Option("--max-context", min=2, help="The most tokens of a prompt and its answer. If absent, 131072."),
+    typer.Option(
+        "--max-context", min=2, help="Maximum context length in tokens, prompt and answer together. Defaults to 131072."
+    ),
 ]
-SequencesOpt = Annotated[int, typer.Option("--batch", min=1, max=64, help="Prompts that are answered at once.")]
+SequencesOpt = Annotated[int, typer.Option("--batch", min=1, max=64, help="Number of prompts answered at once.")]
 ServeOpt = Annotated[
-    bool, typer.Option("--serve", help="What serve needs: prompts of any length, up to 64 of them answered at once.")
+    bool, typer.Option("--serve", help="Compile what serve needs: prompts of any length, up to 64 answered at once.")
 ]
 CardOpt = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="The GPU to compile for, as in h200. If absent, the one of this machine."),
+    typer.Option(metavar="NAME", help="GPU to compile for, for example h200. Defaults to the GPU of this machine."),
 ]
+WARM_EXAMPLES = (
+    "dsv4 profile warm --model flash",
+    "dsv4 profile warm --model flash --tp 2 --batch 16",
+    "TRITON_CACHE_DIR=cache dsv4 profile warm --model flash --card h200",
+)
 
 
 def warm(
@@ -53,11 +60,11 @@ def warm(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Compile the kernels of a model ahead.
+    """Compile a model's kernels in advance.
 
-    They go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run`, `chat` and `serve` compile what they find
-    missing there while they load. Neither weights nor a GPU are needed: with --card the cache can be made where a
-    container is built, by the same versions of Triton and dsv4.
+    The kernels go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run`, `chat` and `serve` compile missing
+    kernels while they load the model. Neither weights nor a GPU is needed: with --card you can fill the cache while
+    you build a container image, with the same versions of Triton and dsv4.
     """
     out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:

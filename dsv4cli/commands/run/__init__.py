@@ -21,47 +21,61 @@ PromptArg = Annotated[
     str | None,
     typer.Argument(
         metavar="PROMPT",
-        help="What to ask. Text piped in is added below it; - means that text alone.",
+        help="Prompt to answer. Piped text is appended to it; - uses the piped text alone.",
         callback=argument_text,
     ),
 ]
 MessagesOpt = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE.json", help="A conversation as in the OpenAI API: messages, and tools if any; - is stdin."
+        metavar="FILE.json",
+        help="Conversation in the format of the OpenAI API: messages and, optionally, tools; - reads stdin.",
     ),
 ]
 PromptsOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Many at once: lines {"prompt": …}, {"messages": […]} or OpenAI batch requests, answered as JSON lines.',
+        help='Many prompts: lines {"prompt": …}, {"messages": […]} or OpenAI batch requests. The answers '
+        "are JSON lines.",
     ),
 ]
 ScoreOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Print log-probabilities of texts, no answers: lines {"ids": […]}, {"text": …} or {"messages": […]}.',
+        help='Print log-probabilities of given texts and generate nothing: lines {"ids": […]}, {"text": …} '
+        'or {"messages": […]}.',
     ),
 ]
 FileOpt = Annotated[
     list[Path] | None,
-    typer.Option("--file", "-f", metavar="FILE", help="Text to put below the prompt; may be repeated; - is stdin."),
+    typer.Option(
+        "--file", "-f", metavar="FILE", help="Text file to append to the prompt; may be repeated; - reads stdin."
+    ),
 ]
 OutOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Write each answer of --prompts to this file as it ends; the same command continues with the others.",
+        help="With --prompts: write each answer to this file as soon as it ends. To continue after an "
+        "interruption, run the same command again.",
     ),
 ]
-SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines of --prompts that cannot be answered.")]
-SamplesOpt = Annotated[int, typer.Option("--samples", "-n", help="Answers to each prompt, each with its own seed.")]
-LogprobsOpt = Annotated[int, typer.Option(help="Alternatives to report for each token; needs JSON output.")]
+SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="With --prompts: skip lines that cannot be answered.")]
+SamplesOpt = Annotated[
+    int, typer.Option("--samples", "-n", help="Number of answers to each prompt, each with its own seed.")
+]
+LogprobsOpt = Annotated[int, typer.Option(help="Number of alternatives to report for each token; needs JSON output.")]
 ShowPromptOpt = Annotated[
     bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
 ]
+RUN_EXAMPLES = (
+    'dsv4 run "What is 17 + 25?"',
+    "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
+    "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
+    "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
+)
 
 
 @takes_model_options()
@@ -83,10 +97,10 @@ def run(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Ask the model and print its answer as it comes.
+    """Send a prompt to the model and stream its answer.
 
-    The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model it asks nano, a small
-    DeepSeek-V4 that is built in.
+    The answer goes to stdout; reasoning, progress and timing go to stderr. Without --model, the answer comes from
+    nano, a small DeepSeek-V4 model that ships with dsv4.
     """
     torchrun: bool = context.obj.torchrun
     compiler = None if only_show or torchrun else early_compiler(options)

@@ -15,46 +15,59 @@ from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_option
 from dsv4cli.output import Output
 
 ServeTpOpt = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Processes of this machine that share the model, one GPU each.")
+    int | None,
+    typer.Option("--tp", min=1, help="Number of tensor-parallel ranks on this machine (one process and one GPU each)."),
 ]
 HostOpt = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="What to listen on; 0.0.0.0 lets other machines in: then give keys.")
+    str,
+    typer.Option(
+        metavar="ADDRESS", help="Address to listen on. 0.0.0.0 accepts other machines: use it with --api-key-file."
+    ),
 ]
-PortOpt = Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes one that is free.")]
+PortOpt = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.")]
 AliasOpt = Annotated[
     list[str] | None,
-    typer.Option(metavar="NAME", help="What clients call the model; may be repeated. If absent, its own name."),
+    typer.Option(metavar="NAME", help="Model name for clients; may be repeated. Defaults to the model's own name."),
 ]
 ApiKeyFileOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Keys, one a line: clients must send one of them.")
+    Path | None, typer.Option(metavar="FILE", help="File of API keys, one per line; clients must send one of them.")
 ]
 MaxQueueOpt = Annotated[
-    int, typer.Option(min=0, help="Requests that may wait beside the 64 that run; more are refused for now.")
+    int,
+    typer.Option(
+        min=0, help="Maximum number of queued requests besides the 64 that run; further requests are rejected with 503."
+    ),
 ]
 StepMsOpt = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="Milliseconds between two tokens of an answer while prompts of others are read; 0 reads them whole. If "
-        "absent, 50 on a GPU and 400 elsewhere.",
+        help="Target for the mean inter-token latency in milliseconds while other prompts are prefilled; 0 "
+        "sets no target. Defaults to 50 on a GPU and 400 elsewhere.",
     ),
 ]
 CacheMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most GPU memory for prompts and answers, of those that run and kept for those that begin alike; as "
-        "much of host memory keeps more. If absent, half of what the weights leave.",
+        help="Maximum GPU memory for the KV cache: running requests and cached prefixes. As much host "
+        "memory holds further prefixes. Defaults to half of the memory that the weights leave free.",
     ),
 ]
 GraceOpt = Annotated[
-    float, typer.Option(min=0, max=86400, help="Seconds that running answers have after Ctrl-C, SIGTERM or SIGHUP.")
+    float,
+    typer.Option(min=0, max=86400, help="Seconds that running answers have to finish after Ctrl-C, SIGTERM or SIGHUP."),
 ]
 ReasoningFieldOpt = Annotated[
     Literal["both", "reasoning_content", "reasoning"],
-    typer.Option(help="Where OpenAI's API has the thinking of an answer: clients differ."),
+    typer.Option(help="Field of the reasoning in OpenAI API responses; clients differ in the one that they read."),
 ]
-LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Show each prompt on stderr.")]
+LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Print each prompt to stderr.")]
+SERVE_EXAMPLES = (
+    "dsv4 serve --model flash --tp 2",
+    "dsv4 serve --port 9000 --alias deepseek-chat --think high",
+    "dsv4 serve --model flash --host 0.0.0.0 --api-key-file keys.txt",
+)
 
 
 @takes_model_options(model=ModelArg)
@@ -74,10 +87,10 @@ def serve(
     log_prompts: LogPromptsOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Serve the model over HTTP, with OpenAI's and Anthropic's APIs.
+    """Serve the model over HTTP with OpenAI- and Anthropic-compatible APIs.
 
-    Options of answers hold where a request does not say otherwise. stdout has the server's address once it is ready.
-    Ctrl-C lets running answers finish, twice it ends at once.
+    Sampling options are defaults for requests that do not set their own. The server prints its address to stdout when
+    it is ready. Ctrl-C lets running answers finish; press it twice to stop at once.
     """
     start, out = perf_counter(), Output(context.obj.colours, quiet=quiet)
     names = tuple(alias or ())

@@ -21,7 +21,7 @@ AgainstOpt = Annotated[
     typer.Option(
         metavar="OTHER",
         autocompletion=complete_model,
-        help="Another model, or a recording, also a folder of ATOM's .pt files.",
+        help="Another model or a recording; also a folder of ATOM's .pt files.",
         rich_help_panel=OTHER_SIDE,
     ),
 ]
@@ -30,28 +30,40 @@ BackendSideOpt = Annotated[
 ]
 NumericsOpt = Annotated[
     Literal["plain"] | None,
-    typer.Option(help="plain computes in fp32, without the official rounding.", rich_help_panel=OTHER_SIDE),
+    typer.Option(help="plain computes in FP32, without the official rounding.", rich_help_panel=OTHER_SIDE),
 ]
 DeviceSideOpt = Annotated[str | None, typer.Option("--device", help="Another device.", rich_help_panel=OTHER_SIDE)]
-TpSideOpt = Annotated[int | None, typer.Option("--tp", min=2, help="Several ranks.", rich_help_panel=OTHER_SIDE)]
+TpSideOpt = Annotated[
+    int | None, typer.Option("--tp", min=2, help="Several tensor-parallel ranks.", rich_help_panel=OTHER_SIDE)
+]
 ChunkSideOpt = Annotated[
     int | None,
     typer.Option(
-        "--prefill-chunk", min=1, help="Fewer prompt tokens in a step; 1 decodes.", rich_help_panel=OTHER_SIDE
+        "--prefill-chunk",
+        min=1,
+        help="Fewer prompt tokens per prefill step; 1 computes the prompt as decoding does.",
+        rich_help_panel=OTHER_SIDE,
     ),
 ]
 DraftsOpt = Annotated[
-    bool, typer.Option("--drafts", help=f"Steps that verify {DRAFTS} drafts.", rich_help_panel=OTHER_SIDE)
+    bool, typer.Option("--drafts", help=f"Steps that verify {DRAFTS} draft tokens.", rich_help_panel=OTHER_SIDE)
 ]
 SlotsOpt = Annotated[
     bool,
     typer.Option(
         "--slots",
-        help="The same text in a slot that another one has used, and beside three others.",
+        help="The same text in a cache slot that another text has used, and in a batch with three others.",
         rich_help_panel=OTHER_SIDE,
     ),
 ]
 KeepOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="Keep the recordings in this new or empty folder.")]
+BISECT_EXAMPLES = (
+    "dsv4 trace bisect flash --backend torch",
+    "dsv4 trace bisect flash --against OUT",
+    "dsv4 trace bisect nano --prefill-chunk 1",
+    "dsv4 trace bisect nano --drafts",
+    "dsv4 trace bisect nano --slots",
+)
 
 
 def bisect(
@@ -77,11 +89,12 @@ def bisect(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Find the first stage where two ways to compute the same tokens part.
+    """Find the first stage where two computations of the same tokens diverge.
 
-    One side is the model as `run` computes it by itself; the options say what is different on the other. Each half of
-    a block of the other side is given the streams of the first one, so that every layer is judged by itself. The first
-    stage that lies further apart than rounding explains is named. The answer is no (exit code 3) when there is one.
+    One side is the model as `run` computes it alone with default settings; the options set what is different on the
+    other side. Each half of a block on the other side receives the first side's streams as its input, so that every
+    layer is judged by itself. The report names the first stage whose distance rounding does not explain. The exit code
+    is 3 if there is one.
     """
     change = SideOptions(against, backend, numerics, device, tp, chunk, drafts)
     _check(change, slots=slots)

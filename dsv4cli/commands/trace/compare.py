@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from dsv4cli.engine.tracing.recording import Recording
     from dsv4cli.engine.tracing.report import TraceComparison
 
-OneArg = Annotated[Path, typer.Argument(metavar="A", help="A recording.")]
+OneArg = Annotated[Path, typer.Argument(metavar="A", help="First recording.")]
 OtherArg = Annotated[
-    Path, typer.Argument(metavar="B", help="Another one of the same tokens, or a folder of ATOM's .pt files.")
+    Path, typer.Argument(metavar="B", help="Second recording of the same tokens, or a folder of ATOM's .pt files.")
 ]
 PlotOpt = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Draw layers × tokens into a .png or .svg file; needs dsv4[plot]."),
+    typer.Option(
+        metavar="FILE", help="Draw the differences, layers × tokens, into a .png or .svg file; needs dsv4[plot]."
+    ),
 ]
-StagesOpt = Annotated[bool, typer.Option("--stages", help="Show every stage, not only the worst of each layer.")]
+StagesOpt = Annotated[bool, typer.Option("--stages", help="Show every stage instead of the worst of each layer.")]
+COMPARE_EXAMPLES = (
+    "dsv4 trace compare A B",
+    "dsv4 trace compare A B --stages",
+    "dsv4 trace compare A B --plot parts.png",
+)
 
 
 def compare(
@@ -40,9 +47,9 @@ def compare(
 ) -> None:
     """Compare two recordings stage by stage.
 
-    Each stage's cosine and relative L2, in double precision, stand beside its noise: what rounding alone makes of it,
-    which `record` has measured. The first stage that lies further apart is named. The answer is no (exit code 3) when
-    there is one.
+    The report shows each stage's cosine similarity and relative L2 distance, in double precision, with its noise: the
+    distance that rounding alone causes, as measured by `record`. It names the first stage whose distance rounding does
+    not explain. The exit code is 3 if there is one.
     """
     from dsv4cli.engine.tracing.opened import open_recording
     from dsv4cli.engine.tracing.report import compared

@@ -45,14 +45,20 @@ from dsv4cli.output import Output, counted, size_text
 if TYPE_CHECKING:
     from dsv4cli.engine.tracing.manifest import Text
 
-FolderOpt = Annotated[
-    Path, typer.Option("--out", metavar="DIR", help="Where the recording goes: a new or empty folder.")
+FolderOpt = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the recording: new or empty.")]
+LikeOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="Use the tokens of this recording.")]
+ChunkOpt = Annotated[
+    int, typer.Option("--prefill-chunk", min=1, help="Maximum number of prompt tokens per prefill step.")
 ]
-LikeOpt = Annotated[Path | None, typer.Option(metavar="DIR", help="The tokens of another recording.")]
-ChunkOpt = Annotated[int, typer.Option("--prefill-chunk", min=1, help="The most prompt tokens in one step.")]
 NoNoiseOpt = Annotated[
-    bool, typer.Option("--no-noise", help="Do not measure what rounding makes of each stage, by two more passes.")
+    bool, typer.Option("--no-noise", help="Skip the two extra passes that measure the rounding error of each stage.")
 ]
+RECORD_EXAMPLES = (
+    "dsv4 trace record --out A",
+    'dsv4 trace record flash --prompt "What is 17 + 25?" --steps 16 --out A',
+    "dsv4 trace record flash --ids 5,6,7 --layers 0-3 --what block,router --out A",
+    "dsv4 trace record flash --like A --tp 2 --out B",
+)
 
 
 def record(
@@ -78,10 +84,11 @@ def record(
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
-    """Record what the blocks of a model take and give.
+    """Record the inputs and outputs of a model's blocks.
 
-    Streams, queries, keys, compressed entries, chosen entries and experts, outputs and logits, of the prompt and of the
-    tokens decoded behind it, as safetensors: a file for each layer, row by row as steps come.
+    A recording has the residual streams, queries, keys, compressed KV entries, selected entries and experts, outputs
+    and logits of the prompt and of the tokens decoded after it. Each layer is one safetensors file, written row by row
+    as the steps run.
     """
     options = ModelOptions(
         model=model, draft="off", prefill_chunk=chunk, device=device, dtype=dtype, exact=exact, backend=backend,

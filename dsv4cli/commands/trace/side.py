@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from dsv4cli.engine.tracing.recording import RecordedFolder
     from dsv4cli.engine.tracing.walk import Walk
 
-LayersOpt = Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers, as in 0-3.")]
+LayersOpt = Annotated[str | None, typer.Option(metavar="A-B", help="Only these layers, for example 0-3.")]
 WhatOpt = Annotated[
     str | None,
-    typer.Option(metavar="GROUPS", help="Only these stages: block, attn, index, router, ffn, logits, with commas."),
+    typer.Option(
+        metavar="GROUPS",
+        help="Only these groups of stages, separated by commas: block, attn, index, router, ffn, logits.",
+    ),
 ]
 
 

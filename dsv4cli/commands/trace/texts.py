@@ -18,9 +18,9 @@ TOKENS, FIRST = 300, 3
 
 PromptOpt = Annotated[
     str | None,
-    typer.Option(help="A user message; if nothing is given, 300 tokens at random.", callback=argument_text),
+    typer.Option(help="User message. If no text is given, 300 random tokens are used.", callback=argument_text),
 ]
-IdsOpt = Annotated[str | None, typer.Option(metavar="N,N", help="The exact token ids of a prompt.")]
+IdsOpt = Annotated[str | None, typer.Option(metavar="N,N", help="Token ids of a prompt, separated by commas.")]
 PromptsOpt = Annotated[
     Path | None,
     typer.Option(
@@ -28,7 +28,7 @@ PromptsOpt = Annotated[
         help='Several texts: lines {"prompt": …}, {"messages": […]}, {"text": …} or {"ids": […]}.',
     ),
 ]
-StepsOpt = Annotated[int, typer.Option(min=0, help="How many tokens to decode behind each prompt, one a step.")]
+StepsOpt = Annotated[int, typer.Option(min=0, help="Number of tokens to decode after each prompt, one per step.")]
 
 
 class TextOptions(NamedTuple):
