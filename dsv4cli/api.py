@@ -14,8 +14,8 @@ from dsv4cli.engine.chat.conversation import conversation_capacity
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.chat.shared_engine import SharedConversation, SharedEngine
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
+from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics

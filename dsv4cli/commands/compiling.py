@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from dsv4cli.engine.compiling.ahead import Compilation
+    from dsv4cli.engine.compiling.compile_ahead import Compilation
     from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.compiling.pool import Counts
 
 
-class Meanwhile:
+class NoCompilation:
     """Nothing that is compiled while a model is loaded."""
 
     def note(self) -> str:
@@ -34,7 +34,7 @@ class Meanwhile:
         """Waits until it is done."""
 
 
-class Compiled(Meanwhile):
+class Compiled(NoCompilation):
     """What is compiled while a model is loaded."""
 
     def __init__(self, out: Output, ahead: "Compilation") -> None:
@@ -62,13 +62,13 @@ def early_compiler(options: ModelOptions) -> "Popen[str] | None":
 @contextmanager
 def compiled_meanwhile(
     out: Output, demand: "Demand", device: "torch.device", process: "Popen[str] | None"
-) -> Iterator[Meanwhile]:
+) -> Iterator[NoCompilation]:
     """Compiles in the background what a demand launches and Triton's cache may lack, and loads it. process: one that
     waits for that already."""
     import torch
 
-    from dsv4cli.engine.compiling.ahead import Compilation
     from dsv4cli.engine.compiling.card import card_of
+    from dsv4cli.engine.compiling.compile_ahead import Compilation
 
     with Compilation(demand, card_of(device), torch.cuda.current_device(), process) as ahead:
         yield Compiled(out, ahead)
@@ -96,7 +96,7 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
     from dsv4cli.engine.compiling.process import start_hashing
 
     hashing = start_hashing()
-    from dsv4cli.engine.compiling.ahead import compile_all, prepare
+    from dsv4cli.engine.compiling.compile_ahead import compile_all, prepare
     from dsv4cli.engine.compiling.pool import Counts
 
     out = Output(context.obj.colours)

@@ -7,7 +7,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile
+from dsv4cli.commands.compiling import NoCompilation, compiled_meanwhile
 from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
@@ -98,12 +98,12 @@ class Job:
             yield model
 
     @contextmanager
-    def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[Meanwhile]":
+    def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[NoCompilation]":
         """Compiles what will be launched, where this process is the one to do so."""
         if self.kernels != "triton" or (self.world is not None and self.world.rank):
-            yield Meanwhile()
+            yield NoCompilation()
             return
-        from dsv4cli.engine.compiling.ahead import found_memory
+        from dsv4cli.engine.compiling.compile_ahead import found_memory
         from dsv4cli.engine.compiling.demand import WAYS, demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 

@@ -22,11 +22,11 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.server.build import ServeOptions, serving
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import bound_socket
-from dsv4cli.engine.server.service import Usual
-from dsv4cli.engine.server.serving import Offer, serving
-from dsv4cli.engine.server.warm import Sharing, ready_engine, spare_what_is_there
+from dsv4cli.engine.server.service import RequestDefaults
+from dsv4cli.engine.server.warm import CacheOptions, ready_engine, spare_what_is_there
 from dsv4cli.engine.settings import Limits, Sampling, parse_drafting
 from dsv4cli.engine.system.backend import resolve_backend, use
 from dsv4cli.engine.system.device import resolve_device
@@ -52,7 +52,7 @@ def main() -> None:
     with use(resolve_backend("auto", device)):
         model = load_model(source, Numerics.reference(), device=device, drafting=drafting)
         limits = Limits(max_tokens=given.tokens)
-        with ready_engine(model, Sharing(), limits, device, None, drafting, lambda _: None) as engine:
+        with ready_engine(model, CacheOptions(), limits, device, None, drafting, lambda _: None) as engine:
             dialogue = open_dialogue(source, "off")
             while engine.prepare():
                 pass
@@ -60,7 +60,9 @@ def main() -> None:
             ids = [dialogue.prompt([message(1000 + number)]).ids for number in range(max(counts))]
             print(f"{source.name} on {device}, {given.tokens} tokens an answer, draft {given.draft}; tokens/s")
             alone = {count: run_alone(engine, ids[:count], limits) for count in counts}
-            offer = Offer(dialogue, (given.model,), Usual("off", GREEDY, None, limits), Guard((), "127.0.0.1"))
+            offer = ServeOptions(
+                dialogue, (given.model,), RequestDefaults("off", GREEDY, None, limits), Guard((), "127.0.0.1")
+            )
             asyncio.run(run_served(engine, offer, alone, given.tokens))
 
 
@@ -83,7 +85,7 @@ def run_alone(engine: Engine, prompts: Sequence[list[int]], limits: Limits) -> f
     return len(prompts) * limits.max_tokens / seconds
 
 
-async def run_served(engine: Engine, offer: Offer, alone: Mapping[int, float], tokens: int) -> None:
+async def run_served(engine: Engine, offer: ServeOptions, alone: Mapping[int, float], tokens: int) -> None:
     """Prints what clients of another process measure, by their number, as soon as it is known. alone: tokens a second
     of so many without a server."""
     with bound_socket("127.0.0.1", 0) as bound:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dsv4cli.commands import compiling, job
-from dsv4cli.commands.compiling import Meanwhile, compiled_meanwhile, early_compiler, report_compiled
+from dsv4cli.commands.compiling import NoCompilation, compiled_meanwhile, early_compiler, report_compiled
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.engine.compiling import ahead, card
+from dsv4cli.engine.compiling import card, compile_ahead
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.weights.placement import FreeMemory
@@ -26,10 +26,10 @@ def asked(monkeypatch):
     @contextmanager
     def meanwhile(out, demand, device, process):
         found.append((demand, device))
-        yield Meanwhile()
+        yield NoCompilation()
 
     monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
-    monkeypatch.setattr(ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
+    monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
     monkeypatch.setattr(Job, "kernels", "triton")
     monkeypatch.setattr(Job, "_load", lambda job, note, prompts, drawn: f"a model{note()}")
     return found
@@ -85,7 +85,7 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
 
     monkeypatch.setattr(card, "card_of", lambda device: CARDS["h200"])
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(ahead, "Compilation", lambda *given: nullcontext(Compilation(*given)))
+    monkeypatch.setattr(compile_ahead, "Compilation", lambda *given: nullcontext(Compilation(*given)))
     monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
     with compiled_meanwhile(Output(Colours()), None, None, "waits") as meanwhile:  # type: ignore[arg-type]
         assert meanwhile.note() == ", 3 of 3 kernels compiled"

@@ -14,17 +14,17 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.async_engine import AsyncEngine
+from dsv4cli.engine.server.build import ServeOptions, serving
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpServer, bound_socket
-from dsv4cli.engine.server.service import Usual
-from dsv4cli.engine.server.serving import Offer, serving
-from dsv4cli.engine.server.warm import Sharing, ready_engine
+from dsv4cli.engine.server.service import RequestDefaults
+from dsv4cli.engine.server.warm import CacheOptions, ready_engine
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
 from tests.support.shared_models import shared_model
 from tests.support.waiting import comes as comes
 
 GREEDY = Sampling(0.0)
-SHARE = Sharing(64 << 20, 50.0)
+SHARE = CacheOptions(64 << 20, 50.0)
 
 
 @dataclass
@@ -120,7 +120,9 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
     dialogue = open_dialogue(source, think)
     loaded = shared_model(model)
     limits, share = offered.pop("own_limits", Limits(max_tokens=64)), offered.pop("share", SHARE)
-    offer = Offer(dialogue, (model,), Usual(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered)
+    offer = ServeOptions(
+        dialogue, (model,), RequestDefaults(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered
+    )
     ready, made = threading.Event(), []
     lines: list[str] = []
     bugs: list[str] = []

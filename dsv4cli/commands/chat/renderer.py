@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, NamedTuple
 
-from dsv4cli.commands.chat.code import Code
+from dsv4cli.commands.chat.highlight import Code
 from dsv4cli.commands.chat.inline import SPAN_OF_CODE
 from dsv4cli.commands.chat.layout import CJK, DIM, Run, as_written, painted
 from dsv4cli.commands.chat.markdown import markdown_lines

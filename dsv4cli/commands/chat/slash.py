@@ -6,8 +6,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from dsv4cli.commands.chat import facts as facts
 from dsv4cli.commands.chat import settings as settings
+from dsv4cli.commands.chat import show_commands as show_commands
 from dsv4cli.commands.chat.journal import find_journal, session_rows
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
@@ -112,7 +112,7 @@ def _clear(chat: Chat, _: str) -> None:
 def _undo(chat: Chat, _: str) -> None:
     question = chat.session.take_back()
     chat.save()
-    chat.out.status(f"removed: {facts.excerpt(question)}")
+    chat.out.status(f"removed: {show_commands.excerpt(question)}")
 
 
 def _retry(chat: Chat, _: str) -> str | None:
@@ -188,7 +188,7 @@ COMMANDS: Mapping[str, Slash] = {
     "new": Slash("", "Start another session; this one is kept.", _new),
     "sessions": Slash("", f"List the sessions, at most the last {MOST_SESSIONS}.", _sessions),
     "resume": Slash("NUMBER", "Continue a session of that list.", _resume),
-    "history": Slash("", "Show the conversation.", facts.show_history),
+    "history": Slash("", "Show the conversation.", show_commands.show_history),
     "model": Slash("[MODEL]", "Show the model, or load another one instead.", settings.model),
     "system": Slash("[TEXT]", "Show or set the system message.", settings.system),
     "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", settings.think),
@@ -199,10 +199,10 @@ COMMANDS: Mapping[str, Slash] = {
     ),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
     "load": Slash("FILE", "Load the conversation of such a file instead.", _load),
-    "json": Slash("", "Print the conversation as JSON messages.", facts.show_json),
-    "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", facts.copy),
-    "stats": Slash("", "Show what this session has cost.", facts.show_stats),
-    "tokens": Slash("[TEXT]", "Show the tokens of a text, or of each message.", facts.show_tokens),
-    "context": Slash("", "Show how full the context is.", facts.show_context),
+    "json": Slash("", "Print the conversation as JSON messages.", show_commands.show_json),
+    "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", show_commands.copy),
+    "stats": Slash("", "Show what this session has cost.", show_commands.show_stats),
+    "tokens": Slash("[TEXT]", "Show the tokens of a text, or of each message.", show_commands.show_tokens),
+    "context": Slash("", "Show how full the context is.", show_commands.show_context),
     "exit": Slash("", "Leave; --continue continues the session later.", _exit, ("quit", "bye")),
 }

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.chat.command import Ended, carry_out
 from dsv4cli.commands.chat.input import Input
+from dsv4cli.commands.chat.tool_process import Ended, carry_out
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.commands.chat.partner import Partner
+    from dsv4cli.commands.chat.backend import Backend
     from dsv4cli.commands.chat.session import Session
     from dsv4cli.engine.text.prompt import Message, Tool
 
@@ -41,15 +41,15 @@ class Round(NamedTuple):
     offered: bool = True
 
 
-def next_round(session: "Session", partner: "Partner", calls: int) -> Round:
+def next_round(session: "Session", backend: "Backend", calls: int) -> Round:
     """The round of so many calls that comes now. Results have half of the context that the question and what has
     followed it leave, so that an answer, or another round, always fits."""
     messages = session.prompt()
     asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
     turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
     number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
-    room = max(partner.left(turn) // 2 // calls, 0)
-    return Round(number, room, partner.most_tokens, offered=bool(session.tools))
+    room = max(backend.left(turn) // 2 // calls, 0)
+    return Round(number, room, backend.most_tokens, offered=bool(session.tools))
 
 
 def read_tools(path: Path) -> "list[Tool]":

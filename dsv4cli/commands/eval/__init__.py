@@ -12,9 +12,9 @@ from dsv4cli.commands.eval.asking import (
     EvalOptions,
     ModelResults,
     ask_all,
-    asked_of,
     beside,
     questions_of,
+    read_body,
     stored_results,
 )
 from dsv4cli.commands.eval.report import report
@@ -108,7 +108,7 @@ def _one(
     others: list[ModelResults | None] = []
 
     def read() -> Asking:
-        asking = asked_of(job, given, questions_of(given))
+        asking = read_body(job, given, questions_of(given))
         others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
         _tell(job, asking)
         return asking
@@ -128,8 +128,8 @@ def _both(
             "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
         )
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
-    first = asked_of(job, given, questions)
-    second = asked_of(other, replace(given, out=beside(given.out)), questions)
+    first = read_body(job, given, questions)
+    second = read_body(other, replace(given, out=beside(given.out)), questions)
     _tell(job, first)
     found = _results(job, tp, False, lambda: first)
     return None if found is None else (found, _results(other, tp, False, lambda: second))

@@ -15,7 +15,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.evaluation.asking import Posed
+    from dsv4cli.engine.evaluation.eval_request import EvalRequest
     from dsv4cli.engine.evaluation.items import EvalSet
     from dsv4cli.engine.evaluation.outcome import Outcome
     from dsv4cli.engine.runtime.request import Token
@@ -47,7 +47,7 @@ class ModelResults:
 class Asking(NamedTuple):
     """What is to be asked, where results go, what they become, and the list that takes these in the end."""
 
-    posed: "list[Posed]"
+    posed: "list[EvalRequest]"
     out: Path | None
     results: ModelResults
     into: list[ModelResults]
@@ -65,7 +65,7 @@ def questions_of(given: EvalOptions) -> "EvalSet":
     return read_set(given.file, given.by_answer).first(given.limit)
 
 
-def asked_of(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
+def read_body(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
     """What a model is asked, checked. Raises UsageError that names every question that it cannot take, and for a file
     that has results of something else."""
     from dsv4cli.engine.evaluation.results import ResultsFile, header_of
@@ -117,8 +117,8 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
     return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
 
 
-def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[Posed]":
-    from dsv4cli.engine.evaluation.asking import pose
+def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalRequest]":
+    from dsv4cli.engine.evaluation.eval_request import pose
 
     posed, bad = [], []
     for index, item in enumerate(asked.items):
@@ -153,11 +153,11 @@ def ask_all(job: Job, asking: Asking) -> None:
     asking.into.append(results)
 
 
-def _outcomes(job: Job, missing: "list[Posed]", total: int, clock: Clock) -> "Iterator[Outcome]":
+def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) -> "Iterator[Outcome]":
     done, drawn = total - len(missing), any(one.drawn for one in missing)
     lengths = [len(request.prompt) for one in missing for request in one.requests]
     with job.model(lengths, drawn=drawn) as model, job.out.counting("questions") as show:
-        from dsv4cli.engine.evaluation.asking import carry_out
+        from dsv4cli.engine.evaluation.eval_request import carry_out
         from dsv4cli.engine.weights.offload import offload_of
 
         def tell(waiting: bool = False) -> None:

@@ -69,8 +69,8 @@ def warm(
     out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:
         raise UsageError("--serve and --batch cannot be combined", "leave out --batch: serve answers up to 64 at once")
-    from dsv4cli.engine.compiling.ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.card import find_card
+    from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.process import cache_folder
     from dsv4cli.engine.weights.placement import MemoryLimits
 

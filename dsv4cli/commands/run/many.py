@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.text.questions import Question
 
 
-class Asked(NamedTuple):
+class WantedAnswer(NamedTuple):
     """One answer that is wanted; several of a question have their `sample`, of one it is None."""
 
     question: "Question"
@@ -44,17 +44,17 @@ class Asked(NamedTuple):
         return {"index": self.question.index} | sample | self.question.labels
 
 
-class Many(NamedTuple):
+class AnswerBatch(NamedTuple):
     """What is to be answered, of how many answers in all, with which seed, and the file for these."""
 
-    asked: list[Asked]
+    asked: list[WantedAnswer]
     total: int
     seed: int
     out: Path | None
 
 
 # what takes an answer and its record
-Take = Callable[[Asked, dict[str, Any]], None]
+Take = Callable[[WantedAnswer, dict[str, Any]], None]
 
 
 class Source(NamedTuple):
@@ -68,7 +68,7 @@ class Source(NamedTuple):
     out: Path | None
 
 
-def read_many(job: Job, source: Source) -> Many:
+def read_many(job: Job, source: Source) -> AnswerBatch:
     """The answers that are wanted, less those that the file has. Raises UsageError that names every bad line."""
     from dsv4cli.engine.chat.answer_file import AnswerFile
 
@@ -78,12 +78,12 @@ def read_many(job: Job, source: Source) -> Many:
         job.out.status(f"some lines name {', '.join(named)} as their model; {job.source.name} answers them")
     if source.out is None:
         asked = _asked(job, source, questions, prompts, job.sampling)
-        return Many(asked, len(asked), job.sampling.seed, None)
+        return AnswerBatch(asked, len(asked), job.sampling.seed, None)
     file = AnswerFile(source.out)
     try:
         usual = _seeded(file, source, questions, job.sampling)
         asked = _asked(job, source, questions, prompts, usual)
-        return Many(_missing(file, asked), len(asked), usual.seed, source.out)
+        return AnswerBatch(_missing(file, asked), len(asked), usual.seed, source.out)
     finally:
         file.close()
 
@@ -123,7 +123,7 @@ def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: b
 
 def _asked(
     job: Job, source: Source, questions: "list[Question]", prompts: list[list[int]], usual: "Sampling"
-) -> list[Asked]:
+) -> list[WantedAnswer]:
     from dsv4cli.engine.runtime.request import Request
 
     asked = []
@@ -134,7 +134,7 @@ def _asked(
             way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "dtype": job.dtype, "ids": ids}
             del way["seed"], way["prefill_chunk"]
             digest = hashlib.sha256(json.dumps(way, sort_keys=True).encode()).hexdigest()[:16]
-            asked.append(Asked(question, sample if count > 1 else None, Request(ids, sampling, limits), digest))
+            asked.append(WantedAnswer(question, sample if count > 1 else None, Request(ids, sampling, limits), digest))
     return asked
 
 
@@ -151,7 +151,7 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
     return usual.chosen(None, None, (file.records[known]["seed"] - offset) % (MAX_SEED + 1))
 
 
-def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
+def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer]:
     """What the file has no answer to. Raises UsageError where it has answers to something else."""
     wanted = {one.key: one for one in asked}
     for key, record in file.records.items():
@@ -165,7 +165,7 @@ def _missing(file: "AnswerFile", asked: list[Asked]) -> list[Asked]:
     return [one for one in asked if one.key not in file.records]
 
 
-def answer_many(job: Job, many: Many) -> None:
+def answer_many(job: Job, many: AnswerBatch) -> None:
     """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done; or puts
     each into the file at once, and the file in order at the end."""
     clock, before = Clock(), many.total - len(many.asked)
@@ -182,7 +182,7 @@ def answer_many(job: Job, many: Many) -> None:
         job.out.status(f"{many.out} already had {counted(before, 'answer')}")
 
 
-def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
+def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
     done = many.total - len(many.asked)
     lengths = [len(one.request.prompt) for one in many.asked]
     with job.model(lengths) as model, job.out.counting("answers") as show:
@@ -200,7 +200,7 @@ def _answer(job: Job, many: Many, clock: Clock, take: Take) -> None:
 
 
 @contextmanager
-def _sink(job: Job, many: Many) -> Iterator[Take]:
+def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
     """Where finished answers go, whatever ends this."""
     if many.out is None:
         lines = InOrder(job.out, [one.key for one in many.asked])

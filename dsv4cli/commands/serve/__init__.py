@@ -9,7 +9,7 @@ import typer
 
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import open_job
-from dsv4cli.commands.serve.running import Address, Policy, serve_model
+from dsv4cli.commands.serve.run_server import Address, Policy, serve_model
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options
 from dsv4cli.output import Output
@@ -97,7 +97,7 @@ def serve(
     _check(options.device, context.obj.torchrun, host, names)
     compiler = early_compiler(options)
     from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
-    from dsv4cli.engine.server.warm import Sharing
+    from dsv4cli.engine.server.warm import CacheOptions
     from dsv4cli.engine.settings import parse_size
 
     keys = () if api_key_file is None else read_keys(api_key_file)
@@ -105,7 +105,7 @@ def serve(
         out.warning(f"whoever reaches {host} can use this server: --api-key-file asks for a key")
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
-    share = Sharing(memory, step_ms)
+    share = CacheOptions(memory, step_ms)
     policy = Policy(Guard(keys, host), share, names, max_queue, grace, options.seed, fields, log_prompts)
     code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)

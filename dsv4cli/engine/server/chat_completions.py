@@ -15,7 +15,7 @@ from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
-from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.incoming import read_body, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
@@ -24,7 +24,7 @@ from dsv4cli.version import __version__
 
 async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
-    service, asked = service_of(http), await asked_of(http, read_chat)
+    service, asked = service_of(http), await read_body(http, read_chat)
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))

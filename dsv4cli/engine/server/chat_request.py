@@ -4,12 +4,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from dsv4cli.engine.server.answer_format import AnswerFormat, openai_shape, with_schema
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.shapes import Shape, openai_shape, with_schema
 from dsv4cli.engine.text.prompt import Message, Tool, check_messages, check_tools, with_tools
 from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
@@ -74,7 +74,7 @@ def checked_tools(tools: list[Any]) -> list[Tool]:
         raise _refusal(error, "tools") from None
 
 
-def prompt_ids(messages: Any, shape: Shape, effort: Effort, service: Service) -> list[int]:
+def prompt_ids(messages: Any, shape: AnswerFormat, effort: Effort, service: Service) -> list[int]:
     """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
     try:
         checked = with_schema(with_tools(_as_system(check_messages(messages)), shape.tools), shape.form)

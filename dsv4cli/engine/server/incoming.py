@@ -37,7 +37,7 @@ def service_of(http: Request) -> Service:
     return service
 
 
-async def asked_of(http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1) -> T:
+async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1) -> T:
     """Return what `read` makes of the JSON object in a body.
 
     Args:

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from dsv4cli.engine.server.answer_format import AnswerFormat, anthropic_shape
 from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.shapes import Shape, anthropic_shape
 from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.prompt_text import to_json
 
@@ -52,7 +52,7 @@ def message_ids(body: dict[str, Any], service: Service) -> list[int]:
     return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
 
 
-def _prompt(fields: Fields, shape: Shape, effort: Effort, service: Service) -> list[int]:
+def _prompt(fields: Fields, shape: AnswerFormat, effort: Effort, service: Service) -> list[int]:
     """That of `system`, `messages` and `tools`."""
     given = fields.items("messages")
     if not given:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
-from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.incoming import read_body, service_of
 from dsv4cli.engine.server.message_request import MessageRequest, message_ids, read_message
 from dsv4cli.engine.server.openai import usage_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
@@ -26,7 +26,7 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 async def messages(http: HttpRequest) -> Response:
     """POST /v1/messages."""
-    service, asked = service_of(http), await asked_of(http, read_message)
+    service, asked = service_of(http), await read_body(http, read_message)
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests)
     [choice] = choices_of(asked.plan, requests, service).values()
@@ -36,7 +36,7 @@ async def messages(http: HttpRequest) -> Response:
 
 async def count_tokens(http: HttpRequest) -> Response:
     """POST /v1/messages/count_tokens."""
-    return json_response({"input_tokens": len(await asked_of(http, message_ids))})
+    return json_response({"input_tokens": len(await read_body(http, message_ids))})
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from dsv4cli.engine.chat.constraints import Constraints
 from dsv4cli.engine.chat.grammar import Grammar
 from dsv4cli.engine.runtime.request import Constraint, Request
+from dsv4cli.engine.server.answer_format import ANY_SHAPE, AnswerFormat
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.server.shapes import ANY_SHAPE, Shape
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.errors import UsageError
@@ -27,7 +27,7 @@ class AnswerPlan:
     ids: list[int]
     sampling: Sampling
     limits: Limits
-    shape: Shape = ANY_SHAPE
+    shape: AnswerFormat = ANY_SHAPE
     budget: int | None = None
     count: int = 1
     ignore_eos: bool = False

@@ -28,7 +28,7 @@ MOST_READING = 2
 
 
 @dataclass(frozen=True)
-class Usual:
+class RequestDefaults:
     """What holds where a request does not say otherwise. think: a level. seed: None draws one for each request.
     reasoning_fields: under which names answers carry their reasoning."""
 
@@ -46,7 +46,7 @@ class Service:
 
     dialogue: Dialogue
     names: tuple[str, ...]
-    usual: Usual
+    usual: RequestDefaults
     engine: AsyncEngine
     metrics: Metrics
     log: Callable[[str], None]

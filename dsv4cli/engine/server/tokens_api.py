@@ -9,7 +9,7 @@ from dsv4cli.engine.server.chat_request import conversation_ids
 from dsv4cli.engine.server.completion_request import check_ids
 from dsv4cli.engine.server.efforts import effort_of
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.server.incoming import asked_of, service_of
+from dsv4cli.engine.server.incoming import read_body, service_of
 from dsv4cli.engine.server.refusals import bad_field, json_response
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text import tokens
@@ -19,7 +19,7 @@ IDLE_FIELDS = ("model", "add_generation_prompt", "continue_final_message", "tool
 
 async def tokenize(http: HttpRequest) -> Response:
     """POST /tokenize: `prompt`, a raw text, or `messages`, as the chat API has them."""
-    return json_response(await asked_of(http, _tokenized))
+    return json_response(await read_body(http, _tokenized))
 
 
 def _tokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def _tokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:
 
 async def detokenize(http: HttpRequest) -> Response:
     """POST /detokenize: `tokens`, token ids, special ones included."""
-    return json_response(await asked_of(http, _detokenized))
+    return json_response(await read_body(http, _detokenized))
 
 
 def _detokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:

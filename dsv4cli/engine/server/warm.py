@@ -31,7 +31,7 @@ CPU_BYTES = 10**9
 
 
 @dataclass(frozen=True)
-class Sharing:
+class CacheOptions:
     """What clients share.
 
     cache_memory: bytes of the device for prompts and answers, of those that run and kept for those that begin alike; as
@@ -45,7 +45,7 @@ class Sharing:
 
 def ready_engine(
     model: Transformer,
-    share: Sharing,
+    share: CacheOptions,
     limits: Limits,
     device: torch.device | str,
     followers: Followers | None,
@@ -76,7 +76,7 @@ def spare_what_is_there() -> None:
     gc.freeze()
 
 
-def _memory(share: Sharing, device: torch.device) -> tuple[int, int]:
+def _memory(share: CacheOptions, device: torch.device) -> tuple[int, int]:
     """Bytes of the device for the cache, and of host memory for what that has no room for."""
     host = host_memory()
     spare = CPU_BYTES if host is None else host.free // HOST_PART

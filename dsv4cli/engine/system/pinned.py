@@ -39,7 +39,7 @@ def host_block(nbytes: int, purpose: str, remedy: str) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
 
 
-class Populating:
+class PageFaulter:
     """A background thread that commits the pages of a host block before their use; their content is kept.
 
     Pinning uncommitted pages takes eight times as long. The thread ends when all wanted pages are committed.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dsv4cli.commands.chat.code import MOST_LINES, STYLES, Code
+from dsv4cli.commands.chat.highlight import MOST_LINES, STYLES, Code
 from dsv4cli.commands.chat.inline import CODE
 from dsv4cli.commands.chat.layout import painted
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from dsv4cli.commands.chat.command import carry_out
 from dsv4cli.commands.chat.journal import read_journal
+from dsv4cli.commands.chat.tool_process import carry_out
 from dsv4cli.commands.chat.tools import Round, Tools
 from dsv4cli.engine.chat.conversation import Conversation
 from dsv4cli.engine.text.tokens import USER

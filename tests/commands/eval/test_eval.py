@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4cli.engine.evaluation import asking as engine_asking
+from dsv4cli.engine.evaluation import eval_request as engine_asking
 from dsv4cli.engine.evaluation.results import read_results
 from tests.support.program import ROOT, SMALL, Program
 

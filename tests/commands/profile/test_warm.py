@@ -11,11 +11,11 @@ import pytest
 pytest.importorskip("triton")
 
 from dsv4cli.commands import job
-from dsv4cli.commands.compiling import Meanwhile
+from dsv4cli.commands.compiling import NoCompilation
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.serve.running import Running
-from dsv4cli.engine.compiling import ahead
-from dsv4cli.engine.server.warm import Sharing
+from dsv4cli.commands.serve.run_server import Running
+from dsv4cli.engine.compiling import compile_ahead
+from dsv4cli.engine.server.warm import CacheOptions
 from dsv4cli.kernels.card import CARDS
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
@@ -68,15 +68,15 @@ def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypa
     @contextmanager
     def meanwhile(out, demand, device, process):
         asked.append(demand)
-        yield Meanwhile()
+        yield NoCompilation()
 
     monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
-    monkeypatch.setattr(ahead, "found_memory", lambda *given: None)
-    monkeypatch.setattr("dsv4cli.commands.serve.running.left_by", lambda out: None)
+    monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: None)
+    monkeypatch.setattr("dsv4cli.commands.serve.run_server.left_by", lambda out: None)
     monkeypatch.setattr(Job, "kernels", "triton")
     monkeypatch.setattr(Job, "_load", lambda *given: None)
     served = ModelOptions(model="random:tiny", **({"max_context": 900, "draft": "2"} if options else {}))
-    policy: Any = SimpleNamespace(share=Sharing())
+    policy: Any = SimpleNamespace(share=CacheOptions())
     with Running(open_job(Output(Colours()), served), policy, 0.0).job.model():
         assert asked == [found]
 

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.compiling.ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.card import card_of
+from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
 from dsv4cli.engine.compiling.demand import demand_of
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine

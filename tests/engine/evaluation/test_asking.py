@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.evaluation.asking import carry_out, pose
+from dsv4cli.engine.evaluation.eval_request import carry_out, pose
 from dsv4cli.engine.evaluation.items import EvalItem
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.score import score

@@ -9,7 +9,7 @@ from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.runtime.state import host_tier as host_store
 from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.runtime.state.host_tier import HostTier
-from dsv4cli.engine.system.pinned import Populating
+from dsv4cli.engine.system.pinned import PageFaulter
 from dsv4cli.errors import NotEnoughMemory
 from tests.support.cache_state import same, state
 from tests.support.speculation import model_of
@@ -249,8 +249,8 @@ def test_memory_is_pinned_before_its_use(monkeypatch):
     monkeypatch.setattr(host_store, "pin", lambda some, remedy: pinned.append(len(some)) or 0)
     monkeypatch.setattr(host_store, "PINNED_AT_ONCE", 10 * size)
     monkeypatch.setattr(store, "_pinned", 0)
-    populate = Populating._populate
-    monkeypatch.setattr(Populating, "_populate", lambda own: (given.wait(60), populate(own)))
+    populate = PageFaulter._populate
+    monkeypatch.setattr(PageFaulter, "_populate", lambda own: (given.wait(60), populate(own)))
     assert [store.prepare() for _ in range(3)] == [True] * 3
     assert pinned == []
     given.set()

@@ -11,13 +11,13 @@ import pytest
 from starlette.datastructures import Headers
 
 from dsv4cli.engine.server import async_engine, metrics
+from dsv4cli.engine.server.build import SWITCH_SECONDS
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.page import math_library
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 from dsv4cli.engine.server.service import MOST_NAMES
-from dsv4cli.engine.server.serving import SWITCH_SECONDS
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 

@@ -9,10 +9,10 @@ import pytest
 
 from dsv4cli.engine.chat import grammar
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.answer_format import AnswerFormat, anthropic_shape, openai_shape
 from dsv4cli.engine.server.choice import Choice
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.plan import AnswerPlan, limits_of
-from dsv4cli.engine.server.shapes import Shape, anthropic_shape, openai_shape
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.reply_grammar import ToolChoice
 from dsv4cli.engine.text.tokens import EOS, USER
@@ -104,7 +104,7 @@ def said(nano, text, choice):
     """What a client gets of an answer with this text: the deltas, and the choice."""
     service = nano.server.config.app.service
     ids = service.dialogue.tokenizer.encode(text + EOS)
-    plan = AnswerPlan([0], Sampling(0.0), Limits(), Shape(None, choice, TOOLS))
+    plan = AnswerPlan([0], Sampling(0.0), Limits(), AnswerFormat(None, choice, TOOLS))
     answer = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
     given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
     return answer.push(given, nano.asked.call([]))[0], answer

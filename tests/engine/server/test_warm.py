@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from dsv4cli.engine.server.warm import CPU_STEP_MS, Sharing, ready_engine, spare_what_is_there
+from dsv4cli.engine.server.warm import CPU_STEP_MS, CacheOptions, ready_engine, spare_what_is_there
 from dsv4cli.engine.settings import AUTO_DRAFTING, Limits
 from tests.support.shared_models import shared_model
 
@@ -12,7 +12,7 @@ from tests.support.shared_models import shared_model
 @pytest.mark.parametrize(("step_ms", "target"), [(None, CPU_STEP_MS), (70.0, 70.0), (0.0, None)])
 def test_prompts_are_prefilled_beside_streams_within_a_target(step_ms, target):
     """A CPU has one too; 0 asks for none."""
-    share, model = Sharing(1 << 24, step_ms), shared_model("random:tiny,layers=3")
+    share, model = CacheOptions(1 << 24, step_ms), shared_model("random:tiny,layers=3")
     with ready_engine(model, share, Limits(max_tokens=8), "cpu", None, AUTO_DRAFTING, lambda _: None) as engine:
         pacer = engine._pacer
         assert (None if pacer is None else 1e3 * pacer._policy.target) == target

@@ -6,7 +6,7 @@ from mmap import PAGESIZE
 import pytest
 
 from dsv4cli.engine.system import pinned
-from dsv4cli.engine.system.pinned import Populating, host_block
+from dsv4cli.engine.system.pinned import PageFaulter, host_block
 
 
 def resident() -> int:
@@ -20,7 +20,7 @@ def test_pages_are_there_before_their_use_and_hold_what_they_held(monkeypatch):
     monkeypatch.setattr(pinned, "POPULATED_AT_ONCE", 1 << 22)
     block = host_block(1 << 25, "a test", "")
     block[: 1 << 20] = 7
-    populating, before = Populating(block), resident()
+    populating, before = PageFaulter(block), resident()
     populating.want(1 << 24)
     populating._thread.join()
     assert populating.nbytes == 1 << 24

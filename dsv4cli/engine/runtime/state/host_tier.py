@@ -17,7 +17,7 @@ import torch
 from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.runtime.state.cache import Cache, Snapshot
 from dsv4cli.engine.system.device import upload
-from dsv4cli.engine.system.pinned import Populating, host_block, pin, unpin, whole_pages
+from dsv4cli.engine.system.pinned import PageFaulter, host_block, pin, unpin, whole_pages
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.card import is_there
 
@@ -60,7 +60,7 @@ class HostTier:
         size = whole_pages(max(self._block, 1))
         self._pages = host_block(nbytes // size * size, "states of conversations", REMEDY).view(-1, size)
         self._pinned = 0 if is_there(cache.device) else len(self._pages)
-        self._populating = Populating(self._pages.view(-1))
+        self._populating = PageFaulter(self._pages.view(-1))
         self._addresses: list[int] = []
         weakref.finalize(self, unpin, self._addresses).atexit = False
         self._shares = [0] * len(self._pages)

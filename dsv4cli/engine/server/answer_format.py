@@ -14,7 +14,7 @@ WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "require
 
 
 @dataclass(frozen=True)
-class Shape:
+class AnswerFormat:
     """form: of the text, None for any. choice: which calls there are, of these tools, in OpenAI's shape. field: of the
     body, that asks for the form or, without one, for calls."""
 
@@ -29,27 +29,27 @@ class Shape:
         return self.form is not None or self.choice.kind == "required"
 
 
-ANY_SHAPE = Shape(None, ToolChoice("auto"), [])
+ANY_SHAPE = AnswerFormat(None, ToolChoice("auto"), [])
 
 
-def openai_shape(fields: Fields, tools: list[Tool]) -> Shape:
+def openai_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
     """`response_format`, `structured_outputs` as vLLM has it, `tool_choice` and `parallel_tool_calls`. Raises
     `Refusal`."""
     parallel = fields.flag("parallel_tool_calls", otherwise=True)
     form, field = _openai_form(fields)
-    return Shape(form, _choice(_openai_choice(fields), parallel, tools), tools, field)
+    return AnswerFormat(form, _choice(_openai_choice(fields), parallel, tools), tools, field)
 
 
-def anthropic_shape(fields: Fields, tools: list[Tool]) -> Shape:
+def anthropic_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
     """`tool_choice`, and `format` of `output_config`. Raises `Refusal`."""
     given, output = fields.mapping(CHOICE), fields.mapping("output_config")
     form = None if output is None else _form(output, "format", nested=False)
     field = CHOICE if output is None or form is None else output.name("format")
     if given is None:
-        return Shape(form, ToolChoice("auto"), tools, field)
+        return AnswerFormat(form, ToolChoice("auto"), tools, field)
     kind = given.choice("type", ("auto", "any", "tool", "none"))
     named = ("required", given.needed("name")) if kind == "tool" else (WORDS[kind or "auto"], None)
-    return Shape(form, _choice(named, not given.flag("disable_parallel_tool_use"), tools), tools, field)
+    return AnswerFormat(form, _choice(named, not given.flag("disable_parallel_tool_use"), tools), tools, field)
 
 
 def with_schema(messages: list[Message], form: AnswerForm | None) -> list[Message]:

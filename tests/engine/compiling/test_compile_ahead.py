@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import dsv4cli
-from dsv4cli.engine.compiling.ahead import Compilation, _mark
+from dsv4cli.engine.compiling.compile_ahead import Compilation, _mark
 from dsv4cli.engine.compiling.demand import Demand, demand_of
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.compiling.process import start, start_early
@@ -55,7 +55,7 @@ def test_what_was_compiled_is_not_asked_for_again(says):
 def test_kernels_are_loaded_as_they_are_compiled_and_when_they_are_known(says, monkeypatch):
     loaded, launches = [], [launch("up"), launch("down")]
     monkeypatch.setattr(
-        "dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: loaded.append((one.name, device))
+        "dsv4cli.engine.compiling.compile_ahead.load_launch", lambda one, device: loaded.append((one.name, device))
     )
     says(*({"ready": pickle.dumps(one).hex()} for one in launches), ALL)
     waited(device=1)
@@ -70,7 +70,9 @@ def test_kernels_are_loaded_as_they_are_compiled_and_when_they_are_known(says, m
 
 
 def test_a_mark_that_was_not_written_to_the_end_loads_nothing(says, monkeypatch):
-    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.load_launch", lambda one, device: pytest.fail("there is none"))
+    monkeypatch.setattr(
+        "dsv4cli.engine.compiling.compile_ahead.load_launch", lambda one, device: pytest.fail("there is none")
+    )
     says(ALL)
     waited()
     _mark(demand(5), CARD).write_bytes(b"")
@@ -114,7 +116,7 @@ def test_another_prompt_is_waited_for(says, tmp_path):
 
 
 def test_the_oldest_marks_go(says, monkeypatch, tmp_path):
-    monkeypatch.setattr("dsv4cli.engine.compiling.ahead.MOST_MARKS", 2)
+    monkeypatch.setattr("dsv4cli.engine.compiling.compile_ahead.MOST_MARKS", 2)
     says(ALL)
     for length in (5, 6, 7):
         waited(length)

@@ -25,7 +25,7 @@ from dsv4cli.errors import UsageError
 
 
 @dataclass(eq=False)
-class Posed:
+class EvalRequest:
     """An evaluation item and its engine requests: one to generate an answer, or one for each text to score.
 
     Attributes:
@@ -81,7 +81,9 @@ class Posed:
         return found
 
 
-def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool) -> Posed:
+def pose(
+    index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool
+) -> EvalRequest:
     """Turn an item into engine requests.
 
     Args:
@@ -96,7 +98,7 @@ def pose(index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits
         raise UsageError(f'"think" is true, but a {item.score} is scored', "remove one, or use --choices answer")
     dialogue = _dialogue(usual, False if scored else item.think)
     prompt = dialogue.prompt(item.messages)
-    posed = Posed(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
+    posed = EvalRequest(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
     if scored:
         limits = replace(limits, logprobs=1)
         for text in _texts(item, dialogue):
@@ -146,7 +148,7 @@ def _token_id(tokenizer: Tokenizer, spelt: bytes) -> int:
 
 def carry_out(
     model: Transformer,
-    posed: Sequence[Posed],
+    posed: Sequence[EvalRequest],
     device: torch.device | str,
     *,
     on_token: Callable[[Token, bool], None],
@@ -189,7 +191,7 @@ def carry_out(
         on_end(engine)
 
 
-def _answered(posed: Posed) -> Outcome:
+def _answered(posed: EvalRequest) -> Outcome:
     reply, item = posed.answer.record(), posed.item
     judged = judge(item, reply)
     return Outcome(
@@ -203,7 +205,7 @@ def _answered(posed: Posed) -> Outcome:
     )
 
 
-def _scored(posed: Posed) -> Outcome:
+def _scored(posed: EvalRequest) -> Outcome:
     item, start = posed.item, len(posed.prompt)
     known = [posed.rows[request][:-1] for request in posed.requests]  # nothing follows the last token
     totals = [sum(logprob for logprob, _ in rows) for rows in known]

@@ -19,10 +19,10 @@ from dsv4cli.output import ReaderGone, duration_text
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.runtime.engine import Engine
+    from dsv4cli.engine.server.build import ServeOptions
     from dsv4cli.engine.server.guard import Guard
     from dsv4cli.engine.server.http import HttpServer
-    from dsv4cli.engine.server.serving import Offer
-    from dsv4cli.engine.server.warm import Sharing
+    from dsv4cli.engine.server.warm import CacheOptions
 
 LOST_RANK = "see whether memory ran out, and start the server again"
 # how long a step that runs at the end may take
@@ -42,7 +42,7 @@ class Policy:
     one."""
 
     guard: "Guard"
-    share: "Sharing"
+    share: "CacheOptions"
     names: tuple[str, ...]
     max_queue: int
     grace: float
@@ -50,15 +50,15 @@ class Policy:
     reasoning_fields: tuple[str, ...]
     log_prompts: bool
 
-    def offer(self, job: Job) -> "Offer":
+    def offer(self, job: Job) -> "ServeOptions":
         """What is served."""
-        from dsv4cli.engine.server.service import Usual
-        from dsv4cli.engine.server.serving import Offer
+        from dsv4cli.engine.server.build import ServeOptions
+        from dsv4cli.engine.server.service import RequestDefaults
 
         name = job.source.name
         own = PurePath(name).name if os.path.isdir(name) else name  # not where it lies
-        usual = Usual(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
-        return Offer(
+        usual = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
+        return ServeOptions(
             job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
             log_prompts=self.log_prompts,
         )  # fmt: skip
@@ -66,7 +66,7 @@ class Policy:
 
 def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: float) -> int:
     """Serves until a signal ends it; the exit code. start: when the program began (perf_counter). Raises Dsv4Error."""
-    from dsv4cli.engine.server import serving  # noqa: F401 - now: nothing is imported when the weights are there
+    from dsv4cli.engine.server import build  # noqa: F401 - now: nothing is imported when the weights are there
     from dsv4cli.engine.server.http import bound_socket
 
     running = Running(job, policy, start)
@@ -76,7 +76,7 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: f
         return asyncio.run(running.serve(engine, bound))
 
 
-def _engine_of(share: "Sharing", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
+def _engine_of(share: "CacheOptions", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
     """An engine for many clients that has made its first steps."""
     from dsv4cli.engine.server.warm import ready_engine
 
@@ -98,7 +98,7 @@ class Running:
 
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
         """Answers clients until a signal comes; the exit code. Raises what the engine has failed with."""
-        from dsv4cli.engine.server.serving import serving
+        from dsv4cli.engine.server.build import serving
 
         asked, server = serving(
             engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)

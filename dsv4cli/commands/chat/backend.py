@@ -39,7 +39,7 @@ class PartialAnswer(Protocol):
         """It as a message, and what had to be repaired for that, in words."""
 
 
-class Partner(Protocol):
+class Backend(Protocol):
     """Answers one conversation, as `Conversation` of the engine does, which says what each of these means."""
 
     limits: "Limits"

@@ -1,6 +1,6 @@
 """What a client wants answers to look like."""
 
-from dsv4cli.engine.server.shapes import with_schema
+from dsv4cli.engine.server.answer_format import with_schema
 from dsv4cli.engine.text.reply_grammar import AnswerForm
 
 
