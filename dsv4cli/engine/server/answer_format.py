@@ -1,4 +1,4 @@
-"""What a client wants answers to look like: which calls of tools they have, which form their text; no torch."""
+"""The output format that a client requires: tool calls, and a schema, regex or grammar for the text. No torch."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +15,14 @@ WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "require
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """form: of the text, None for any. choice: which calls there are, of these tools, in OpenAI's shape. field: of the
-    body, that asks for the form or, without one, for calls."""
+    """The required shape of an answer.
+
+    Attributes:
+        form: the form of the text, None for any.
+        choice: which tools must or may be called.
+        tools: the available tools, in OpenAI's shape.
+        field: the body's field that requests the form or, if there is none, the calls.
+    """
 
     form: AnswerForm | None
     choice: ToolChoice
@@ -25,7 +31,7 @@ class AnswerFormat:
 
     @property
     def needs_grammar(self) -> bool:
-        """Whether not every answer has this shape."""
+        """Whether a grammar is needed to enforce the shape."""
         return self.form is not None or self.choice.kind == "required"
 
 
@@ -33,15 +39,17 @@ ANY_SHAPE = AnswerFormat(None, ToolChoice("auto"), [])
 
 
 def openai_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
-    """`response_format`, `structured_outputs` as vLLM has it, `tool_choice` and `parallel_tool_calls`. Raises
-    `Refusal`."""
+    """Return the shape that an OpenAI request requires.
+
+    It reads `response_format`, vLLM's `structured_outputs`, `tool_choice` and `parallel_tool_calls`. Raises `Refusal`.
+    """
     parallel = fields.flag("parallel_tool_calls", otherwise=True)
     form, field = _openai_form(fields)
     return AnswerFormat(form, _choice(_openai_choice(fields), parallel, tools), tools, field)
 
 
 def anthropic_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
-    """`tool_choice`, and `format` of `output_config`. Raises `Refusal`."""
+    """Return the shape that an Anthropic request requires: `tool_choice`, `output_config.format`. Raises `Refusal`."""
     given, output = fields.mapping(CHOICE), fields.mapping("output_config")
     form = None if output is None else _form(output, "format", nested=False)
     field = CHOICE if output is None or form is None else output.name("format")
@@ -53,7 +61,7 @@ def anthropic_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
 
 
 def with_schema(messages: list[Message], form: AnswerForm | None) -> list[Message]:
-    """The conversation with the schema of the answer in its first system message, where the model was trained on it."""
+    """Return the conversation with the answer's JSON schema in its first system message, as the model was trained."""
     if form is None or form.kind != "json" or form == ANY_JSON:
         return messages
     at = next((i for i, message in enumerate(messages) if message["role"] == "system"), None)
@@ -80,16 +88,16 @@ def _choice(named: _Named, parallel: bool, tools: list[Tool]) -> ToolChoice:
     kind, name = named
     names = [tool["function"]["name"] for tool in tools]
     if kind == "required" and not tools:
-        raise bad_field(CHOICE, "a call is required, and there are no tools")
+        raise bad_field(CHOICE, "a call is required, but the request has no tools")
     if name is not None and name not in names:
-        raise bad_field(CHOICE, f"there is no tool {name!r}")
+        raise bad_field(CHOICE, f"the request has no tool {name!r}")
     if kind == "none":
         return ToolChoice("none")
     return ToolChoice("required" if kind == "required" else "auto", name, parallel)
 
 
 def _openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
-    """The form, and the field that asks for it, or for calls."""
+    """Return the form, and the field that requests it (`tool_choice` if there is no form)."""
     given = fields.mapping("structured_outputs")
     found = None if given is None else _structured(given)
     if found is not None:
@@ -99,7 +107,7 @@ def _openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
 
 
 def _structured(given: Fields) -> tuple[AnswerForm, str] | None:
-    """A form in vLLM's words; another than these would not be held."""
+    """Return the form in vLLM's `structured_outputs`. Other kinds are rejected, because they would not be enforced."""
     schema, regex, grammar = given.mapping("json"), given.text("regex"), given.text("grammar")
     for name in given.unknown:
         raise bad_field(name, "expected json, regex or grammar")
@@ -111,7 +119,11 @@ def _structured(given: Fields) -> tuple[AnswerForm, str] | None:
 
 
 def _form(fields: Fields, name: str, *, nested: bool) -> AnswerForm | None:
-    """nested: whether the schema stands within `json_schema`."""
+    """Read the form from a field in OpenAI's shape.
+
+    Args:
+        nested: whether the schema is inside `json_schema`.
+    """
     given = fields.mapping(name)
     if given is None:
         return None

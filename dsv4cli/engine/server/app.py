@@ -1,4 +1,4 @@
-"""The server's routes, and what surrounds each request: who may ask, errors in the client's shape, a line of log."""
+"""The server's routes, and what each request goes through: access checks, error responses and one log line."""
 
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ STARTED = int(time())
 
 
 async def health(http: HttpRequest) -> Response:
-    """GET /health: 503 where the engine has failed, or its step runs for more than `HUNG_SECONDS`."""
+    """GET /health: 503 if the engine has failed, or if its current step has run for more than `HUNG_SECONDS`."""
     engine = service_of(http).engine
     if engine.failure.done():
         raise Refusal(503, "the engine has failed")
     if engine.hangs is not None:
-        raise Refusal(503, f"the engine hangs: its step has run for {engine.hangs:.0f} s")
+        raise Refusal(503, f"the engine hangs: its current step has run for {engine.hangs:.0f} s")
     return json_response({"status": "ok"})
 
 
@@ -49,7 +49,7 @@ async def version(http: HttpRequest) -> Response:
 
 
 async def models(http: HttpRequest) -> Response:
-    """GET /v1/models, as OpenAI and as Anthropic have it."""
+    """GET /v1/models: one document that is valid for OpenAI and Anthropic clients."""
     service = service_of(http)
     listed = [_model(name, service) for name in service.names]
     names = {"first_id": service.names[0], "last_id": service.names[-1]}
@@ -60,7 +60,9 @@ async def model(http: HttpRequest) -> Response:
     """GET /v1/models/NAME."""
     service, name = service_of(http), http.path_params["name"]
     if name not in service.names:
-        raise Refusal(404, f"the models here are {', '.join(service.names)}", "model", "model_not_found")
+        raise Refusal(
+            404, f"this server has no such model; it serves {', '.join(service.names)}", "model", "model_not_found"
+        )
     return json_response(_model(name, service))
 
 
@@ -77,7 +79,7 @@ async def metrics(http: HttpRequest) -> Response:
 
 
 async def start_page(http: HttpRequest) -> Response:
-    """GET /: a page to talk with the model, which asks for a key itself."""
+    """GET /: the built-in chat page. It needs no API key: the page itself prompts the user for one."""
     body, policy = page()
     headers = {
         "content-security-policy": policy,
@@ -89,7 +91,7 @@ async def start_page(http: HttpRequest) -> Response:
 
 
 async def math_script(http: HttpRequest) -> Response:
-    """GET /math.js: the page's library for formulas. The page names its digest, so that a browser may keep it."""
+    """GET /math.js: the page's library for formulas. The page pins its digest, so browsers may cache it forever."""
     headers = {"x-content-type-options": "nosniff", "cache-control": "public, max-age=31536000, immutable"}
     return Response(math_library(), headers=headers, media_type="text/javascript")
 
@@ -114,7 +116,11 @@ ROUTES = (
 
 @dataclass
 class App:
-    """The server as ASGI has it. bug: Takes the traceback of an error that is ours."""
+    """The server as an ASGI application.
+
+    Attributes:
+        bug: called with the traceback of an unexpected error, which is a bug of the server.
+    """
 
     service: Service
     guard: Guard
@@ -125,7 +131,7 @@ class App:
         self._router = Router(self.routes, redirect_slashes=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Handle one HTTP request, as ASGI requires."""
         assert scope["type"] == "http"
         start, status = perf_counter(), 0
 
@@ -135,13 +141,13 @@ class App:
             await send(message)
 
         connection = connection_of(scope)
-        scope["app"] = self  # for the router to raise what is not found
+        scope["app"] = self  # makes the router raise HTTPException for unknown paths
         scope["state"] = {"service": self.service, CONNECTION: connection}
         try:
             await self._answer(scope, receive, noting, connection)
         except (ClientGone, ClientDisconnect):
             pass
-        except (Exception, CancelledError) as error:  # noqa: BLE001 - a client is told too, and the traceback is shown
+        except (Exception, CancelledError) as error:  # noqa: BLE001 - reported to the client and to `bug`
             scope["state"]["refusal"] = refusal = self._refusal(error)
             if not status:
                 await refusal.response(_is_anthropic(scope))(scope, receive, noting)
@@ -159,7 +165,7 @@ class App:
         await self._router(scope, receive, send)
 
     def _path(self, scope: Scope) -> str:
-        """Return the path of the route that matches a request, or "other": labels of a metric must be few."""
+        """Return the path of the route that matches a request, or "other": a metric must have few label values."""
         return next((route.path for route in self.routes if route.matches(scope)[0] is not Match.NONE), "other")
 
     def _refusal(self, error: Exception | CancelledError) -> Refusal:
@@ -175,12 +181,12 @@ class App:
 
 
 def _misplaced(error: HTTPException) -> Refusal:
-    """A path that is not there, or another method than it takes."""
+    """Return the refusal of an unknown path, or of a method that the path does not allow."""
     if error.status_code == 405:
         methods = sorted((error.headers or {})["Allow"].split(", "))
-        return Refusal(405, f"this path takes {' or '.join(methods)}", allow=", ".join(methods))
+        return Refusal(405, f"this path allows only {' or '.join(methods)}", allow=", ".join(methods))
     paths = "/v1/chat/completions, /v1/completions, /v1/messages and /v1/models"
-    return Refusal(error.status_code, f"there is nothing at this path; there are {paths}")
+    return Refusal(error.status_code, f"no such path; the API is at {paths}")
 
 
 def _is_anthropic(scope: Scope) -> bool:
@@ -189,7 +195,7 @@ def _is_anthropic(scope: Scope) -> bool:
 
 
 def _line(scope: Scope, status: int, seconds: float, usage: dict[str, Any] | None) -> str:
-    """Return the log line of an HTTP request, which has nothing of its body."""
+    """Return the log line of an HTTP request. It contains nothing from the request's body."""
     refusal: Refusal | None = scope["state"].get("refusal")
     client = scope["client"][0] if scope.get("client") else "-"
     line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
@@ -199,5 +205,5 @@ def _line(scope: Scope, status: int, seconds: float, usage: dict[str, Any] | Non
         line += f", {cached:,} cached" if cached else ""
         line += ", not finished" if scope["state"]["call"].broken_off else ""
     if refusal is not None:
-        line += f", {refusal.param or refusal.message}"  # what is said of a field may have its value
+        line += f", {refusal.param or refusal.message}"  # the message about a field may contain its value
     return f"{line}, {seconds:.2f} s"

@@ -1,4 +1,4 @@
-"""The engine as the event loop sees it: calls of clients, of one or several requests, and what they get; no HTTP."""
+"""The engine for the event loop: calls of one or more requests, and their updates. Independent of HTTP."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -13,22 +13,25 @@ from dsv4cli.engine.server.gathering import Gathering
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 
-# after so many seconds without news a client is told that it waits, and what stands between knows that it lives
+# seconds without an update before a keep-alive is sent, to the client and any proxy in between
 IDLE_SECONDS = 15
-# how long a step may take before the engine is said not to answer
+# how long to wait for a report, which comes after the current step
 REPORT_SECONDS = 30
-# how long a step that compiles nothing may take before the server counts as unhealthy: the longest chunk of a prompt
-# takes minutes where a CPU computes a large model
+# how long a step without compilation may take before the server reports itself as unhealthy: on a CPU the longest
+# prefill chunk of a large model takes minutes
 HUNG_SECONDS = 600.0
-# tokens, each with its alternatives, that wait for a client which does not read: 5 to 10 MB
+# tokens and alternatives buffered for a client that does not read: 5 to 10 MB
 MOST_UNREAD = 1 << 15
 
 
 class EngineCall:
-    """Requests of one client that are answered together. Leaving it cancels those that have not ended, as does a client
-    that does not read.
+    """A group of requests that belong to one client's HTTP request.
 
-    open: those; broken_off: whether there were some then.
+    Leaving the context cancels the requests that have not finished. So does a client that does not read its answer.
+
+    Attributes:
+        open: the requests that have not finished.
+        broken_off: True if requests were cancelled before they finished.
     """
 
     def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
@@ -44,17 +47,24 @@ class EngineCall:
         self._break_off()
 
     def take(self, update: Update) -> None:
-        """Keeps what has come for a client that has not asked yet."""
+        """Buffer an update until `updates` is awaited.
+
+        If the client leaves more than `MOST_UNREAD` tokens and alternatives unread, the call ends with status 408.
+        """
         self._updates.append(update)
         self._arrived.set()
         self._unread += sum(1 + len(token.top) for token in update.tokens)
         if self._unread > MOST_UNREAD and self.open:
             self._break_off()
-            slow = Refusal(408, "the answer was not read in time")
+            slow = Refusal(408, "the client did not read the answer in time")
             self._updates = [Update(update.request, update.time, [], error=slow, ended=True)]
 
     async def updates(self) -> list[Update]:
-        """What has come since the last time, nothing after `IDLE_SECONDS` without; raises `Refusal` for an error."""
+        """Return the updates since the last call, or an empty list after `IDLE_SECONDS` without any.
+
+        Raises:
+            Refusal: a request has failed.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(IDLE_SECONDS):
                 await self._arrived.wait()
@@ -68,11 +78,11 @@ class EngineCall:
         return updates
 
     def nudge(self) -> None:
-        """Have `updates` return at once, with nothing if nothing has come: a stream then writes a sign of life."""
+        """Make `updates` return at once, even if it has no updates. A stream then writes a keep-alive."""
         self._arrived.set()
 
     def finish(self, request: Request) -> None:
-        """Ends one of the requests, whose answer is whole, before the next step; harmless when it has ended."""
+        """End a request before the next step, because its answer is complete. Does nothing if it has already ended."""
         self._leave(request, "finished")
 
     def _break_off(self) -> None:
@@ -86,14 +96,23 @@ class EngineCall:
 
 
 class AsyncEngine:
-    """An engine in its thread, for the event loop that is running. most: how many requests may run or wait. room: the
-    most tokens of a prompt and its answer that its cache holds, None where nothing bounds it. failure: why the engine
-    cannot go on, once that is so."""
+    """An engine in its own thread, used from the running event loop.
+
+    Attributes:
+        most: the most requests that may be running or queued.
+        room: the most tokens of a prompt and its answer that the KV cache holds, None if it has no limit.
+        failure: resolves to the exception that stopped the engine, if it fails.
+    """
 
     def __init__(
         self, engine: Engine, most: int, metrics: Metrics, connected: Callable[[], int], log: Callable[[str], None]
     ) -> None:
-        """connected: Returns how many clients are connected. log: Takes a line about the server."""
+        """Start the engine's thread.
+
+        Args:
+            connected: returns the number of open client connections.
+            log: called with each log line about the server.
+        """
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
         self.room = engine.room
@@ -105,12 +124,16 @@ class AsyncEngine:
 
     @property
     def hangs(self) -> float | None:
-        """Seconds that the step that runs now has taken, if those are more than `HUNG_SECONDS`."""
+        """Seconds that the current step has run, if more than `HUNG_SECONDS`; None otherwise."""
         seconds = self._thread.seconds
         return seconds if seconds > HUNG_SECONDS else None
 
     async def report(self) -> tuple[Usage, DraftReport | None]:
-        """What the engine holds, and what drafts have come to, after the step that runs. Raises `Refusal`."""
+        """Return the engine's usage and its draft statistics, after the current step.
+
+        Raises:
+            Refusal: the engine has not answered within `REPORT_SECONDS`.
+        """
         found: asyncio.Future[tuple[Usage, DraftReport | None]] = self._loop.create_future()
 
         def take(usage: Usage, drafts: DraftReport | None) -> None:
@@ -125,14 +148,20 @@ class AsyncEngine:
             async with asyncio.timeout(REPORT_SECONDS):
                 return await found
         except TimeoutError:
-            raise Refusal(503, "the engine does not answer") from None
+            raise Refusal(503, "the engine does not respond") from None
 
     def call(self, requests: Sequence[Request]) -> EngineCall:
-        """Has requests answered. Raises `Refusal` where the queue has no room for all of them."""
+        """Submit requests to the engine.
+
+        Raises:
+            Refusal: the engine has failed, or the queue cannot hold all of the requests.
+        """
         if self.failure.done():
-            raise Refusal(503, "the engine has failed, and the server is about to end")
+            raise Refusal(503, "the engine has failed, and the server is shutting down")
         if len(self._calls) + len(requests) > self.most:
-            raise Refusal(503, f"the queue is full: {len(self._calls):,} requests run or wait; try again later")
+            raise Refusal(
+                503, f"the queue is full: {len(self._calls):,} requests are running or waiting; try again later"
+            )
         call = EngineCall(self, requests)
         rests = not self._calls or self._gathering.holds
         for request in requests:
@@ -142,14 +171,18 @@ class AsyncEngine:
         return call
 
     def cancel(self, request: Request, outcome: str) -> None:
-        """Ends a request before the next step; harmless when it has ended. outcome: as `Metrics.end` has it."""
+        """End a request before the next step. Does nothing if it has already ended.
+
+        Args:
+            outcome: finished, cancelled or failed, for `Metrics.end`.
+        """
         if self._calls.pop(request, None) is not None:
             self._metrics.end(request, outcome)
             if not self._gathering.drop(request):
                 self._thread.cancel(request)
 
     def close(self, seconds: float) -> bool:
-        """Ends the thread after the step that runs; whether that was in so many seconds."""
+        """Stop the thread after the current step. Return True if it stopped within `seconds`."""
         return self._thread.close(seconds)
 
     def _deliver(self, updates: list[Update]) -> None:
@@ -165,10 +198,10 @@ class AsyncEngine:
         for update in updates:
             call = self._calls.get(update.request)
             if call is None:
-                continue  # it was cancelled meanwhile
+                continue  # it has been cancelled in the meantime
             self._metrics.note(update)
             call.take(update)
-            # taking it may have broken off the call of a client that does not read
+            # `take` may have cancelled the call, if the client does not read
             if update.ended and self._calls.pop(update.request, None) is not None:
                 self._metrics.end(update.request, "failed" if update.error else "finished")
 

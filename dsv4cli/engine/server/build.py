@@ -1,4 +1,4 @@
-"""A server put together: the engine in its thread, the routes, the HTTP around them."""
+"""Assembly of a server: the engine in its thread, the routes, and the HTTP server."""
 
 import sys
 from collections.abc import Callable
@@ -15,14 +15,20 @@ from dsv4cli.engine.server.http import HttpServer
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.service import RequestDefaults, Service
 
-# how long the event loop may keep the engine's thread from Python's lock: its usual 5 ms are a seventh of a step of 64
+# how long the event loop may keep the GIL from the engine's thread: Python's default of 5 ms is a seventh of a decode
+# step of 64 sequences
 SWITCH_SECONDS = 5e-4
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What is served, to whom, and how much of it. names: of the model, the first is that of answers. max_queue:
-    requests that may wait beside those that run. grace: seconds that answers have to finish at the end."""
+    """What a server offers to clients, and its limits.
+
+    Attributes:
+        names: the model's names; responses use the first.
+        max_queue: requests that may wait in the queue, in addition to the running ones.
+        grace: seconds that answers have to finish when the server stops.
+    """
 
     dialogue: Dialogue
     names: tuple[str, ...]
@@ -41,8 +47,13 @@ def serving(
     bug: Callable[[str], None],
     ready: Callable[[], None],
 ) -> tuple[AsyncEngine, HttpServer]:
-    """The engine as the running event loop sees it, and its server, which is to be started. log: takes a line a
-    request; bug: the traceback of an error that is ours; ready: called once clients can connect."""
+    """Return the engine for the running event loop, and the HTTP server, which has not been started.
+
+    Args:
+        log: called with one line per request.
+        bug: called with the traceback of an unexpected error.
+        ready: called once clients can connect.
+    """
     sys.setswitchinterval(SWITCH_SECONDS)
     metrics = Metrics()
     answering = AsyncEngine(

@@ -1,4 +1,4 @@
-"""The answers of /v1/chat/completions: one document, or chunks of it."""
+"""Responses of /v1/chat/completions: one document, or a stream of chunks."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -33,7 +33,7 @@ async def chat_completions(http: HttpRequest) -> Response:
 
 @dataclass
 class ChatReply:
-    """What a call's answers become."""
+    """The response of one call to /v1/chat/completions."""
 
     service: Service
     asked: ChatRequest
@@ -43,11 +43,11 @@ class ChatReply:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompt and of all answers."""
+        """Return the token counts of the prompt and of all answers, in OpenAI's shape."""
         return usage_of((len(self.asked.plan.ids), self.choices.values()))
 
     async def document(self) -> dict[str, Any]:
-        """All answers, once they have ended."""
+        """Wait for all answers, and return them as one document."""
         drawn: dict[Choice, list[Token]] = {choice: [] for choice in self.choices.values()}
         while not all(choice.ended for choice in drawn):
             for choice, (_, taken) in pushed(await self.call.updates(), self.choices, self.call).items():
@@ -56,7 +56,7 @@ class ChatReply:
         return self._head("chat.completion") | {"choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Each step's pieces, as server-sent events."""
+        """Yield the deltas of each step as server-sent events."""
         choices, silence = list(self.choices.values()), Silence()
         for choice in choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""}, None, [])
@@ -65,7 +65,7 @@ class ChatReply:
             if not updates or silence.long:
                 yield silence.ended_by(IDLE)
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
-                # clients that read reasoning in one place and content in another take one kind a chunk
+                # one kind of delta per chunk: some clients read either reasoning or content of a chunk, not both
                 parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
                 if not parts and taken and self.asked.logprobs:
                     parts = [{}]
@@ -91,7 +91,7 @@ class ChatReply:
         return event(self._head("chat.completion.chunk") | {"choices": [shown]})
 
     def _delta(self, choice: Choice, deltas: list[Delta]) -> dict[str, Any]:
-        """One step's pieces as OpenAI has them; calls of one step are told apart by their index."""
+        """Return one step's deltas in OpenAI's shape. Several tool calls in a step are distinguished by their index."""
         delta: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for one in deltas:
@@ -107,7 +107,7 @@ class ChatReply:
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _choice(self, choice: Choice, taken: list[Token]) -> dict[str, Any]:
-        """An answer that has ended."""
+        """Return a finished answer as an entry of `choices`."""
         message = choice.message
         shown: dict[str, Any] = {"role": "assistant", "content": message["content"]}
         if message["reasoning_content"]:

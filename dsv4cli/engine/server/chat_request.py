@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions, checked: its conversation as a prompt, and what is wanted of the answers."""
+"""The validated body of /v1/chat/completions: its conversation as a prompt, and the options of the answers."""
 
 import re
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_LOGPROBS = 20
-# the roles of those who tell the model how to answer
+# roles whose messages instruct the model
 INSTRUCTING = ("system", "developer")
-# Claude Code begins its system text with this line, which has another nonce in each request: the prefix cache would
-# never hit (anthropics/claude-code#68900)
+# Claude Code begins its system prompt with this line. It contains a nonce per request, so the prefix cache would
+# never hit (anthropics/claude-code#68900).
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+\s*")
-# what says nothing about the answer
+# accepted fields that do not affect the answer
 IDLE = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "add_generation_prompt", "continue_final_message",
@@ -29,7 +29,13 @@ IDLE = (
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """stream: in pieces; include_usage: with a last one that has the usage. logprobs: whether tokens are reported."""
+    """A validated request to /v1/chat/completions.
+
+    Attributes:
+        stream: whether the answers are streamed.
+        include_usage: whether the stream ends with a chunk that contains the usage.
+        logprobs: whether tokens and their log-probabilities are reported.
+    """
 
     plan: AnswerPlan
     stream: bool
@@ -38,7 +44,11 @@ class ChatRequest:
 
 
 def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
-    """What a body asks for. Raises `Refusal` naming the field."""
+    """Validate a request body.
+
+    Raises:
+        Refusal: a field is invalid; the message names it.
+    """
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
     shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
@@ -61,13 +71,17 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
 
 
 def conversation_ids(fields: Fields, effort: Effort, service: Service) -> list[int]:
-    """The prompt of `messages` and `tools`. Raises `Refusal`."""
+    """Return the prompt's token ids for `messages` and `tools`.
+
+    Raises:
+        Refusal: a field is invalid, or the prompt is too long.
+    """
     shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
     return prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
 
 
 def checked_tools(tools: list[Any]) -> list[Tool]:
-    """Tools in OpenAI's shape. Raises `Refusal`."""
+    """Return the tools, in OpenAI's shape, after validation. Raises `Refusal` if one is invalid."""
     try:
         return check_tools(tools)
     except UsageError as error:
@@ -75,7 +89,11 @@ def checked_tools(tools: list[Any]) -> list[Tool]:
 
 
 def prompt_ids(messages: Any, shape: AnswerFormat, effort: Effort, service: Service) -> list[int]:
-    """The prompt of messages in OpenAI's shape, which are checked. Raises `Refusal`."""
+    """Validate messages in OpenAI's shape, and return the prompt's token ids.
+
+    Raises:
+        Refusal: a message is invalid, or the prompt is too long.
+    """
     try:
         checked = with_schema(with_tools(_as_system(check_messages(messages)), shape.tools), shape.form)
         return service.prompt(service.dialogue_of(effort), checked)
@@ -84,8 +102,11 @@ def prompt_ids(messages: Any, shape: AnswerFormat, effort: Effort, service: Serv
 
 
 def _as_system(messages: list[Message]) -> list[Message]:
-    """The conversation with developers as the system: in the format, a developer's words go with the reasoning that
-    they led to."""
+    """Return the conversation with developer messages as system messages.
+
+    The prompt format drops a developer message before the last question, along with the reasoning that followed it. An
+    API client expects its instructions to stay in effect.
+    """
     first = next((i for i, message in enumerate(messages) if message["role"] not in INSTRUCTING), len(messages))
     return [
         one if one["role"] not in INSTRUCTING else {"role": "system", "content": _instruction(one, leading=i < first)}
@@ -99,14 +120,17 @@ def _instruction(message: Message, leading: bool) -> str:
 
 
 def _refusal(error: UsageError, field: str) -> Refusal:
-    """Of an error that begins with the field that it is about, as a rule."""
+    """Return the refusal for an error, about the field that its message names, or else about `field`."""
     where, _, reason = error.message.partition(": ")
     return bad_field(where, reason) if reason else bad_field(field, error.message)
 
 
 def openai_messages(value: Any) -> Any:
-    """The messages as the prompt format names things: `reasoning` is `reasoning_content`, a developer who speaks
-    before all others is the system, an answer may have no content."""
+    """Return the messages with the names of the prompt format.
+
+    `reasoning` becomes `reasoning_content`, a developer message that precedes all others becomes a system message, and
+    an assistant message without content gets an empty one. A value that is not a list is returned unchanged.
+    """
     if not isinstance(value, list):
         return value
     messages, leading = [], True
@@ -126,5 +150,5 @@ def _message(given: Message, leading: bool) -> Message:
             message["reasoning_content"] = reasoning
         if message.get("content") is None:
             message["content"] = ""
-    # the format's own fields are for tools that write prompts, not for clients
+    # fields of the prompt format that clients may not set
     return {name: value for name, value in message.items() if name not in ("wo_eos", "tools", "response_format")}

@@ -1,4 +1,4 @@
-"""One answer on its way to a client: the tokens of a request as reasoning, content and calls, and how it ended."""
+"""One answer on its way to a client: its tokens parsed into reasoning, content and tool calls."""
 
 from collections.abc import Iterable
 
@@ -14,8 +14,12 @@ from dsv4cli.engine.text.prompt import Message
 
 
 class Choice:
-    """index: among the answers to one prompt. reasoning_tokens: how many tokens it thought for, the end of that
-    included."""
+    """An answer to a prompt, as it is generated.
+
+    Attributes:
+        index: its position among the answers to the prompt.
+        reasoning_tokens: number of tokens of its thinking, including the end-of-thinking token.
+    """
 
     def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
         self.index, self.request = index, request
@@ -30,40 +34,40 @@ class Choice:
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why it has ended, None before."""
+        """The finish reason, None while the answer is being generated."""
         return self._stream.finish
 
     @property
     def ended(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the answer is complete."""
         return self._stream.answer.finish is not None
 
     @property
     def stopped_by(self) -> str | None:
-        """The stop text that has ended it."""
+        """The stop text that ended the answer, None if none did."""
         return self._stream.answer.stopped_by
 
     @property
     def drawn(self) -> int:
-        """How many tokens it has, the end token included."""
+        """Number of tokens generated so far, including the end token."""
         return len(self._stream.answer.tokens)
 
     @property
     def cached(self) -> int:
-        """How many tokens of the prompt a cache held."""
+        """Number of prompt tokens found in the prefix cache."""
         return self.request.cached
 
     @property
     def message(self) -> Message:
-        """The whole answer, which has ended."""
+        """The complete answer as a message. Use it only after the answer has ended."""
         message = self._stream.message()
         return message | {"tool_calls": message["tool_calls"][: self._most_calls]}
 
     def push(self, given: Iterable[Token], call: EngineCall) -> tuple[list[Delta], list[Token]]:
-        """Add tokens. A stop text ends the request, too.
+        """Add tokens. If a stop text appears, the request ends too.
 
         Returns:
-            What the tokens add to the answer, and the tokens that have become certain to be part of its text.
+            The deltas that the tokens add to the answer, and the tokens that are now certain to be part of its text.
         """
         answer, deltas = self._stream.answer, list[Delta]()
         drawn, shown = answer.drawn, answer.shown
@@ -73,7 +77,7 @@ class Choice:
             self.reasoning_tokens += self._thinks
             self._thinks = self._thinks and token.id != self._think_end
             deltas += self._stream.push(token)
-        if self._most_calls is not None:  # without a grammar, others may follow the first
+        if self._most_calls is not None:  # without a grammar, the model may call more tools
             deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
@@ -84,14 +88,14 @@ class Choice:
 
 
 def choices_of(plan: AnswerPlan, requests: list[Request], service: Service) -> dict[Request, Choice]:
-    """The answers to a plan, by their requests."""
+    """Return the answers of a plan by request."""
     return {one: Choice(index, one, plan, service) for index, one in enumerate(requests)}
 
 
 def pushed(
     updates: list[Update], choices: dict[Request, Choice], call: EngineCall
 ) -> dict[Choice, tuple[list[Delta], list[Token]]]:
-    """Add updates to the answers that they belong to. Return what `Choice.push` returns for each of these."""
+    """Add updates to their answers. Return the result of `Choice.push` for each answer that got tokens."""
     tokens_of: dict[Choice, list[Token]] = {}
     for update in updates:
         tokens_of.setdefault(choices[update.request], []).extend(update.tokens)

@@ -1,4 +1,4 @@
-"""One text of /v1/completions on its way to a client: the prompt's own tokens and what follows them."""
+"""One text of /v1/completions on its way to a client: the prompt's tokens and their continuation."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,15 +10,22 @@ from dsv4cli.engine.text.tokenizer import Tokenizer
 
 
 class CompletionChoice:
-    """request: what follows the prompt; None where nothing is drawn. scores: of the prompt's tokens given those before;
-    the first has none. offset: characters before the next token that is listed."""
+    """A text of /v1/completions, as it is generated.
 
-    reasoning_tokens = 0  # the text is raw
+    Attributes:
+        request: generates the continuation; None if no tokens are sampled.
+        text: the continuation so far.
+        scores: log-probability of each prompt token given those before it, None for the first.
+        tops: the likeliest tokens at each position of the prompt, in the order of `scores`.
+        offset: characters before the next token that `logprobs` lists.
+    """
+
+    reasoning_tokens = 0  # raw text has no thinking
 
     def __init__(self, index: int, plan: AnswerPlan, request: Request | None, tokenizer: Tokenizer) -> None:
         self.index, self.plan, self.request = index, plan, request
         self.answer = Answer(tokenizer, False, plan.limits.stops)
-        self.text = ""  # what follows the prompt
+        self.text = ""  # the continuation
         self.ended = request is None
         self.scores: list[float | None] = [None]
         self.tops: list[Alternatives] = [[]]
@@ -27,21 +34,21 @@ class CompletionChoice:
 
     @property
     def drawn(self) -> int:
-        """How many tokens follow the prompt."""
+        """Number of tokens in the continuation."""
         return len(self.answer.tokens)
 
     @property
     def cached(self) -> int:
-        """How many tokens of the prompt a cache held."""
+        """Number of prompt tokens found in the prefix cache."""
         return 0 if self.request is None else self.request.cached
 
     @property
     def finish(self) -> str:
-        """Why it has ended."""
+        """The finish reason."""
         return "length" if self.answer.finish is None else self.answer.finish.replace("tool_calls", "stop")
 
     def push(self, tokens: Iterable[Token]) -> tuple[str, list[Token]]:
-        """Add tokens. Return the text that became certain, and the tokens that are certain to be part of the text."""
+        """Add tokens. Return the text and the tokens that are now certain to be part of the continuation."""
         added, shown = "", self.answer.shown
         for token in tokens:
             if not self.ended:
@@ -51,19 +58,27 @@ class CompletionChoice:
         return added, self.answer.tokens[shown : self.answer.shown]
 
     def take_scores(self, rows: RowScores) -> None:
-        """The next rows of the prompt; the last one's alternatives are of what follows it."""
+        """Add the scores of the prompt's next tokens. The last row's alternatives are for the token that follows."""
         self.scores += rows.logprobs
         self.tops += rows.top
 
     def likeliest(self, eos: Iterable[int]) -> Token:
-        """What scoring has found to be the likeliest after the prompt."""
+        """Return the likeliest token after the prompt, which scoring has already found.
+
+        Args:
+            eos: end-of-sequence token ids.
+        """
         token, logprob = self.tops[-1][0]
         top = self.tops[-1][: self.plan.limits.logprobs]
         return Token(token, logprob, top, "stop" if token in eos else "length")
 
     def logprobs(self, echo: bool, taken: Iterable[Token]) -> dict[str, Any]:
-        """The tokens of the prompt, with `echo`, and those taken, as OpenAI lists them; they follow those of the last
-        time."""
+        """Return the log-probabilities of tokens in OpenAI's shape.
+
+        Args:
+            echo: list the prompt's tokens first.
+            taken: the tokens of the continuation since the last call.
+        """
         ids = self.plan.ids if echo else []
         most = self.plan.limits.logprobs
         rows = [(id_, score, top[:most]) for id_, score, top in zip(ids, self.scores, self.tops, strict=False)]
@@ -72,7 +87,7 @@ class CompletionChoice:
         offsets = []
         for id_, _, _ in rows:
             offsets.append(self.offset)
-            # a character begins with each byte of UTF-8 that goes on with none
+            # in UTF-8, every byte except 10xxxxxx begins a character
             self.offset += sum(byte & 0xC0 != 0x80 for byte in self._tokenizer.token_bytes(id_))
         tops = [
             None if score is None else {self._name(other): value for other, value in top} | {name: score}
@@ -86,7 +101,7 @@ class CompletionChoice:
         }
 
     def _name(self, token: int) -> str:
-        r"""A token's text, or its bytes as in `bytes:\xe2\x82` where they are none."""
+        r"""Return a token's text, or its bytes as `bytes:\xe2\x82` if they are not valid UTF-8."""
         content = self._tokenizer.token_bytes(token)
         try:
             return content.decode()

@@ -1,4 +1,4 @@
-"""The body of /v1/completions, checked: texts or token ids, as they are, and what is wanted of what follows them."""
+"""The validated body of /v1/completions: raw prompts, and the options of their continuations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.text import tokens
 
-# as in OpenAI's API
+# defaults of OpenAI's API
 USUAL_TOKENS = 16
 MOST_LOGPROBS = 20
 IDLE = ("model", "user", "metadata")
@@ -20,8 +20,14 @@ IDLE = ("model", "user", "metadata")
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """plans: one a prompt. echo: the prompt is part of the text. logprobs: how many alternatives are reported, None
-    for nothing. follows: whether anything does, behind the prompts."""
+    """A validated request to /v1/completions.
+
+    Attributes:
+        plans: one per prompt.
+        echo: whether the returned text begins with the prompt.
+        logprobs: number of alternatives to report per token, None for no log-probabilities.
+        follows: whether the prompts are continued (`max_tokens` is not 0).
+    """
 
     plans: list[AnswerPlan]
     stream: bool
@@ -32,40 +38,44 @@ class CompletionRequest:
 
     @property
     def scored(self) -> bool:
-        """Whether the prompts' own tokens are reported."""
+        """Whether the log-probabilities of the prompts' own tokens are reported."""
         return self.echo and self.logprobs is not None
 
     @property
     def draws(self) -> bool:
-        """Whether requests of their own draw what follows the prompts."""
+        """Whether separate requests sample the continuations."""
         return self.follows and not self.one_greedy
 
     @property
     def count(self) -> int:
-        """How many requests of the engine it is."""
+        """Number of engine requests that this request needs."""
         return sum(self.scored + plan.count * self.draws for plan in self.plans)
 
     @property
     def one_greedy(self) -> bool:
-        """Whether all that follows is the likeliest token, which scoring finds too."""
-        one = self.plans[0]  # only their prompts differ
+        """Whether each continuation is the single likeliest token, which scoring the prompt finds already."""
+        one = self.plans[0]  # the plans differ only in their prompts
         greedy = one.sampling.temperature == 0 and not one.sampling.logit_bias and not one.ignore_eos
         return self.scored and greedy and one.limits.max_tokens == 1 and one.count == 1
 
     def scoring(self) -> list[Request]:
-        """What reports the prompts' own tokens."""
+        """Return the requests that score the prompts' own tokens, one per prompt; none if they are not reported."""
         if not self.scored:
             return []
         limits = replace(self.plans[0].limits, logprobs=max(1, self.logprobs or 0))
         return [Request(plan.ids, Sampling(), limits, scored=True) for plan in self.plans]
 
     async def drawing(self, service: Service) -> list[list[Request]]:
-        """What follows each prompt."""
+        """Return the requests that sample the continuations, for each prompt."""
         return [await plan.requests(service) if self.draws else [] for plan in self.plans]
 
 
 def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest:
-    """What a body asks for. Raises `Refusal` naming the field."""
+    """Validate a request body.
+
+    Raises:
+        Refusal: a field is invalid; the message names it.
+    """
     fields = Fields(body)
     begin = service.dialogue.tokenizer.encode(tokens.BOS) if fields.flag("add_special_tokens") else []
     prompts = [begin + ids for ids in _prompts(fields, service)]
@@ -74,7 +84,7 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     echo, stream = fields.flag("echo"), fields.flag("stream")
     most = USUAL_TOKENS if most is None else most
     if not most and not echo:
-        raise bad_field("max_tokens", "0 needs echo: true, or there is nothing to give")
+        raise bad_field("max_tokens", "0 requires echo: true, because the response would be empty")
     limits = limits_of(fields, service, most or 1, fields.texts("stop", MOST_STOPS), logprobs or 0)
     sampling, count = sampling_of(fields, service), fields.whole("n", 1, MOST_CHOICES) or 1
     ignore_eos = fields.flag("ignore_eos")
@@ -84,18 +94,21 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     options = fields.mapping("stream_options")
     include_usage = options is not None and options.flag("include_usage")
     if fields.text("suffix"):
-        raise bad_field("suffix", "the model goes on with a text, it does not fill one in")
+        raise bad_field("suffix", "not supported: the model continues text, it does not insert text")
     request = CompletionRequest(plans, stream, include_usage, echo, logprobs, most > 0)
     if request.count > service.engine.most:
-        reason = f"with {len(plans)} prompts these are {request.count:,} requests"
-        raise bad_field("n", f"{reason}, the server takes {service.engine.most:,} at once")
+        reason = f"with {len(plans)} prompts this makes {request.count:,} requests"
+        raise bad_field("n", f"{reason}, and the server accepts {service.engine.most:,} at a time")
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return request
 
 
 def _prompts(fields: Fields, service: Service) -> list[list[int]]:
-    """The ids of `prompt`: a text, a list of texts, token ids, or a list of those. Special tokens are tokens."""
+    """Return the token ids of each prompt in `prompt`: a text, a list of texts, token ids, or a list of those.
+
+    The text of a special token is encoded as that token.
+    """
     given = fields.value("prompt")
     several = isinstance(given, list) and not all(type(one) is int for one in given)
     prompts = given if several else [given]
@@ -112,15 +125,15 @@ def _ids(given: object, where: str, service: Service) -> list[int]:
     else:
         raise bad_field(where, "expected a text or a list of token ids")
     if not ids:
-        raise bad_field(where, "it is empty: give at least one token")
+        raise bad_field(where, "empty: at least one token is required")
     service.say_prompt(given)
     return ids
 
 
 def check_ids(given: Sequence[int], where: str, service: Service) -> list[int]:
-    """Token ids of a client. Raises `Refusal` for one that the model has not."""
+    """Return a client's token ids as a list. Raises `Refusal` if one is outside the vocabulary."""
     size = service.dialogue.config.vocab_size
     strange = next((one for one in given if not 0 <= one < size), None)
     if strange is not None:
-        raise Refusal(400, f"{where}: the token id {strange} is none of the model's, 0 to {size - 1:,}", where)
+        raise Refusal(400, f"{where}: the token id {strange} is not in the vocabulary, 0 to {size - 1:,}", where)
     return list(given)

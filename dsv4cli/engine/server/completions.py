@@ -1,4 +1,4 @@
-"""The answers of /v1/completions: what follows texts, and with echo and logprobs how likely their own tokens are."""
+"""Responses of /v1/completions: continuations of texts and, with echo and logprobs, the scores of their own tokens."""
 
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -32,7 +32,12 @@ async def completions(http: HttpRequest) -> Response:
 
 @dataclass
 class CompletionReply:
-    """What a call's texts become. scoring: of each prompt, if at all; drawing: what follows each."""
+    """The response of one call to /v1/completions.
+
+    Attributes:
+        scoring: the request that scores each prompt; empty if none are scored.
+        drawing: for each prompt, the requests that sample its continuations.
+    """
 
     service: Service
     asked: CompletionRequest
@@ -57,13 +62,13 @@ class CompletionReply:
         self._taken: dict[CompletionChoice, list[Token]] = {choice: [] for choice in self.choices}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and texts."""
+        """Return the token counts of all prompts and continuations, in OpenAI's shape."""
         return usage_of(
             *((len(plan.ids), [one for one in self.choices if one.plan is plan]) for plan in self.asked.plans)
         )
 
     async def document(self) -> dict[str, Any]:
-        """All texts, once they have ended."""
+        """Wait for all texts, and return them as one document."""
         while self.call.open:
             for update in await self.call.updates():
                 self._take(update)
@@ -71,7 +76,7 @@ class CompletionReply:
         return self._head() | {"choices": [self._choice(one) for one in self.choices], "usage": self.usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Each step's pieces, as server-sent events; prompts that are scored come with all that follows them."""
+        """Yield the texts as server-sent events: each step's deltas, or complete texts if the prompts are scored."""
         if self.scoring:
             silence = Silence()
             while self.call.open:
@@ -109,7 +114,7 @@ class CompletionReply:
                     yield silence.ended_by(self._chunk(piece))
 
     def _take(self, update: Update) -> tuple[str, list[Token]]:
-        """What an update adds to a text; a stop text ends the request too."""
+        """Apply an update, and return the text and the tokens that it adds. A stop text ends the request too."""
         if update.scores is not None:
             for choice in self._scored[update.request]:
                 choice.take_scores(update.scores)
@@ -121,7 +126,7 @@ class CompletionReply:
         return added, taken
 
     def _push(self, choice: CompletionChoice, given: list[Token]) -> tuple[str, list[Token]]:
-        """Add tokens to a text, as `CompletionChoice.push` does."""
+        """Add tokens to a text, and return what `CompletionChoice.push` does."""
         drawn = choice.drawn
         added, taken = choice.push(given)
         self._taken[choice] += taken
@@ -129,7 +134,7 @@ class CompletionReply:
         return added, taken
 
     def _take_likeliest(self) -> None:
-        """What follows each prompt, where scoring has found that."""
+        """Add the token after each prompt, if scoring has already found it."""
         if self.asked.follows and self.asked.one_greedy:
             for choice in self.choices:
                 choice.ended = False
@@ -145,7 +150,7 @@ class CompletionReply:
         return self.service.dialogue.tokenizer.decode(choice.plan.ids)
 
     def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
-        """A text that has ended."""
+        """Return a finished text as an entry of `choices`."""
         prompt = self._prompt(choice) if self.asked.echo else ""
         return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
 

@@ -1,4 +1,4 @@
-"""Connections: how many there may be, which are closed for others, and clients that are slow or send no more."""
+"""Client connections: their limit, eviction of idle ones, and clients that are slow or half-closed."""
 
 import asyncio
 import select
@@ -13,13 +13,13 @@ import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# bytes that the system keeps for a client that does not read
+# bytes; the kernel buffers this much for a client that does not read
 SEND_BUFFER = 256 << 10
-# a connection that has been idle for less is not closed for another one: its request may be on the way
+# a connection that has been idle for less is not evicted: its request may be in transit
 FRESH_SECONDS = 1.0
-# how often a connection whose client sends no more is asked whether the client is there
+# how often a half-closed connection is checked for a reset
 PROBE_SECONDS = 0.25
-# of a request's scope: its connection
+# key of the connection in a request's scope
 CONNECTION = "connection"
 
 
@@ -28,10 +28,11 @@ class HttpLimits:
     """Limits of connections.
 
     Attributes:
-        connections: Clients at once; as many more are told so. Beyond, idle connections are closed for new ones.
-        header_seconds: For a request's line and headers to arrive.
-        write_seconds: A client that reads nothing for this long has gone.
-        idle_seconds: A connection without a request is kept.
+        connections: clients at once. Up to as many more can connect and are refused with 503. Beyond that, idle
+            connections are closed to accept new ones.
+        header_seconds: time for a request's line and headers to arrive.
+        write_seconds: a client that reads nothing for this long is disconnected.
+        idle_seconds: time that a connection without a request is kept open.
     """
 
     connections: int = 256
@@ -41,12 +42,12 @@ class HttpLimits:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that ends where its client is too slow, or where others need its place.
+    """A connection that is closed if its client is too slow, or if it is idle and another client needs its slot.
 
     Attributes:
-        admitted: Whether a request on it was let in: with API keys, whether it had one.
-        late: Whether there were as many clients as may be when it connected.
-        on_half_close: Called when its client sends no more, but may wait for its answer.
+        admitted: whether a request on it passed the access checks, which includes the API key if the server has keys.
+        late: whether the server already had the most clients when this one connected.
+        on_half_close: called when the client has closed its sending side, but may still wait for the answer.
     """
 
     limits = HttpLimits()
@@ -56,8 +57,8 @@ class BoundedProtocol(H11Protocol):
     _probing: asyncio.TimerHandle | None = None
     _half_closed = False
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
-        """A client has connected."""
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
+        """Accept a new connection, or abort it if the server has no free slot."""
         super().connection_made(transport)
         self.idle_since = self.loop.time()
         if not self._find_place():
@@ -65,15 +66,15 @@ class BoundedProtocol(H11Protocol):
             return
         self.late = len(self._open()) > self.limits.connections
         self.app_state = {CONNECTION: self}
-        transport.set_write_buffer_limits(high=0)  # what is not taken at once counts as waiting
-        with suppress(OSError):  # a connection over a socket of another family
+        transport.set_write_buffer_limits(high=0)  # any byte that is not sent at once pauses writing
+        with suppress(OSError):  # a socket without TCP options
             own = transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._end_after(self.limits.header_seconds)
 
     def data_received(self, data: bytes) -> None:
-        """A client has sent something."""
+        """Process received bytes, and start or stop the timeout for the headers."""
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
@@ -81,8 +82,12 @@ class BoundedProtocol(H11Protocol):
         elif self._timer is None and not self.transport.is_closing():
             self._end_after(self.limits.header_seconds)
 
-    def eof_received(self) -> bool:  # type: ignore[override] # asyncio has a result here
-        """The client sends no more: it has gone, or it waits for the answer to what it has sent."""
+    def eof_received(self) -> bool:  # type: ignore[override] # asyncio expects a result
+        """Handle a client that has closed its sending side: it is gone, or waits for the answer to its request.
+
+        Returns:
+            True to keep the connection open for the answer.
+        """
         if self.idle or self.conn.their_state not in (h11.DONE, h11.MUST_CLOSE):
             return False
         self._half_closed = True
@@ -90,54 +95,55 @@ class BoundedProtocol(H11Protocol):
             if self.on_half_close is not None:
                 self.on_half_close()
         elif self.conn.their_http_version == b"1.1":
-            # a client that has gone resets the connection; one that waits ignores it
+            # a client that is gone resets the connection; one that waits ignores this response
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
             self.transport.write(self.conn.send(event))
         self._probe()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection has ended."""
+        """Release the timers of a connection that has closed."""
         self._forget_timer()
         if self._probing is not None:
             self._probing.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        """The answer is written."""
+        """Mark the connection as idle, and close it if the client will send no further requests."""
         self.idle_since = self.loop.time()
         super().on_response_complete()
         if self._half_closed:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client does not take what it is sent."""
+        """Start the write timeout: the client is not reading."""
         super().pause_writing()
         self._end_after(self.limits.write_seconds)
 
     def resume_writing(self) -> None:
-        """It has taken it."""
+        """Stop the write timeout: the client has read what was sent."""
         self._forget_timer()
         super().resume_writing()
 
     @property
     def idle(self) -> bool:
-        """Whether no request is under way."""
+        """Whether no request is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def crowded(self) -> bool:
-        """Whether more clients have been let in than may be."""
+        """Whether more clients are admitted than the limit allows."""
         return sum(one.admitted for one in self._open()) > self.limits.connections
 
     def _open(self) -> "list[BoundedProtocol]":
         return [one for one in cast("set[BoundedProtocol]", self.connections) if not one.transport.is_closing()]
 
     def _find_place(self) -> bool:
-        """Return whether this connection has a place, for which another one may be closed.
+        """Return True if this connection may stay. If the server is full, close an idle connection for it.
 
-        It is the one that has been idle longest, of the address that has most idle connections; those that were
-        admitted go last. Fresh ones go only where no place is left, and for clients of other addresses.
+        The victim is the connection that has been idle longest, from the address with the most idle connections.
+        Connections that were never admitted are closed first. Connections idle for less than `FRESH_SECONDS` are closed
+        only if no slot is left at all, and only for a client from another address.
         """
         there = self._open()
         if len(there) <= self.limits.connections:
@@ -159,9 +165,12 @@ class BoundedProtocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def _probe(self) -> None:
-        """End the connection where its client has reset it: nobody reads from it, and so nobody else would see that."""
+        """Abort the connection if its client has reset it.
+
+        Reading has stopped, so asyncio would not notice the reset.
+        """
         poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # errors come without being asked for
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)  # poll reports errors without a mask
         if poll.poll(0):
             self.transport.abort()
         else:
@@ -178,6 +187,6 @@ class BoundedProtocol(H11Protocol):
 
 
 def connection_of(scope: Scope) -> BoundedProtocol | None:
-    """Return the connection of a request, None where the server is not ours."""
+    """Return the connection of a request, None if another server runs the app."""
     connection: BoundedProtocol | None = scope.get("state", {}).get(CONNECTION)
     return connection

@@ -1,4 +1,4 @@
-"""How hard a client asks the model to think, in the words of OpenAI, DeepSeek, Anthropic, OpenRouter and vLLM."""
+"""The thinking effort that a client requests, in the fields of OpenAI, DeepSeek, Anthropic, OpenRouter and vLLM."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.text.prompt import EFFORTS
 
-# clients' words for little effort, which is the least that a release has, and for the most
+# values for little effort (mapped to the lowest that the release has) and for the most
 LITTLE, MOST = ("minimal", "low", "medium"), ("xhigh", "max")
 WORDS = ("none", *LITTLE, "high", *MOST)
 TYPES = ("enabled", "disabled", "adaptive")
@@ -14,7 +14,13 @@ TYPES = ("enabled", "disabled", "adaptive")
 
 @dataclass(frozen=True)
 class Effort:
-    """level: "off" or one of the release's efforts. budget: the most tokens of thinking. asked: by the client."""
+    """The thinking effort of an answer.
+
+    Attributes:
+        level: "off" or one of the release's efforts.
+        budget: the most tokens of thinking, None for no limit.
+        asked: whether the client specified it.
+    """
 
     level: str
     budget: int | None = None
@@ -22,7 +28,14 @@ class Effort:
 
 
 def effort_of(fields: Fields, release: Release, usual: str) -> Effort:
-    """What a body asks for; what it leaves open is `usual`, the server's own level. Raises `Refusal`."""
+    """Return the thinking effort that a body requests.
+
+    Args:
+        usual: the server's default level, used if the body does not specify one.
+
+    Raises:
+        Refusal: a field is invalid.
+    """
     words, switches, budgets = [fields.choice("reasoning_effort", WORDS)], list[bool | None](), list[int | None]()
     for own in (_thinking(fields), _template(fields), _reasoning(fields), _output(fields)):
         word, switch, budget = own
@@ -49,7 +62,7 @@ _Words = tuple[str | None, bool | None, int | None]
 
 
 def _thinking(fields: Fields) -> _Words:
-    """`thinking` of DeepSeek and Anthropic."""
+    """Read `thinking`, a field of DeepSeek and Anthropic."""
     given = fields.mapping("thinking")
     if given is None:
         return None, None, None
@@ -59,7 +72,7 @@ def _thinking(fields: Fields) -> _Words:
 
 
 def _template(fields: Fields) -> _Words:
-    """`chat_template_kwargs` of vLLM and SGLang."""
+    """Read `chat_template_kwargs`, a field of vLLM and SGLang."""
     given = fields.mapping("chat_template_kwargs")
     if given is None:
         return None, None, None
@@ -68,7 +81,7 @@ def _template(fields: Fields) -> _Words:
 
 
 def _reasoning(fields: Fields) -> _Words:
-    """`reasoning` of OpenRouter, where a budget asks for thinking too."""
+    """Read `reasoning`, a field of OpenRouter. A token budget turns thinking on."""
     given = fields.mapping("reasoning")
     if given is None:
         return None, None, None
@@ -79,7 +92,7 @@ def _reasoning(fields: Fields) -> _Words:
 
 
 def _output(fields: Fields) -> _Words:
-    """`output_config` of Anthropic, which says how much, not whether."""
+    """Read `output_config`, a field of Anthropic. It sets the effort, and does not turn thinking on by itself."""
     given = fields.mapping("output_config")
     effort = None if given is None else given.choice("effort", WORDS)
     asked = fields.mapping("thinking")

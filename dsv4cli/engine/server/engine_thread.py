@@ -1,4 +1,4 @@
-"""The thread that owns the engine: orders in from any thread, what each step gave out; it knows no HTTP."""
+"""The thread that owns the engine. It accepts orders from any thread and delivers the results of each step."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -19,8 +19,15 @@ from dsv4cli.errors import Dsv4Error, NotEnoughMemory, UnsoundResult, UsageError
 
 @dataclass(frozen=True)
 class Update:
-    """What a request got in a step that ended at `time` (perf_counter): tokens, rows of scores, or the error that ends
-    it. ended: nothing follows."""
+    """The results of one step for one request.
+
+    Attributes:
+        time: when the step ended (`perf_counter`).
+        tokens: the tokens that were sampled.
+        scores: rows of scores, for a scoring request.
+        error: the error that ended the request.
+        ended: whether this is the request's last update.
+    """
 
     request: Request
     time: float
@@ -34,11 +41,14 @@ Deliver = Callable[[list[Update]], None]
 
 
 class EngineThread:
-    """Runs an engine in a thread of its own, with the backend of the thread that makes it.
+    """Runs an engine in its own thread, with the kernel backend of the thread that creates it.
 
-    deliver: called in that thread with all that a step gave. failed: called there when the engine cannot go on, with
-    the reason, after which nothing is delivered. say: called there with a line for the log. While nothing is asked it
-    prepares steps, then waits.
+    While no requests are active, the thread prepares steps in advance, then waits. All callbacks run in that thread.
+
+    Args:
+        deliver: called with the updates of each step.
+        failed: called with the exception if the engine stops. Nothing is delivered afterwards.
+        say: called with each log line.
     """
 
     def __init__(
@@ -46,32 +56,32 @@ class EngineThread:
     ) -> None:
         self._engine, self._deliver, self._failed, self._say = engine, deliver, failed, say
         self._prepares, self._pinning_is_told = True, False
-        self._began: float | None = None  # the step that runs, or what is done between steps (perf_counter)
+        self._began: float | None = None  # start of the current step, or of the work between steps (perf_counter)
         self._wake = Condition()
         self._orders: deque[Callable[[], None]] = deque()
         self._closed = False
-        self._requests: dict[Request, None] = {}  # in the order in which they came
+        self._requests: dict[Request, None] = {}  # in order of arrival
         context = copy_context()
         self._thread = Thread(target=lambda: context.run(self._run), name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begins."""
+        """Start the thread."""
         self._thread.start()
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queues requests, from any thread; no step begins between two of them."""
+        """Queue requests, from any thread. No step begins between two of them."""
         self._order(*(partial(self._add, request) for request in requests))
 
     def cancel(self, request: Request) -> None:
-        """Ends a request before the next step, from any thread; harmless when it has ended."""
+        """End a request before the next step, from any thread. Does nothing if it has already ended."""
         self._order(lambda: self._cancel(request))
 
     def report(self, take: Callable[[Usage, DraftReport | None], None]) -> None:
-        """Has a function called in the engine's thread with what it holds, and what drafts have come to."""
+        """Call `take` in the engine's thread, after the current step, with the usage and the draft statistics."""
         self._order(lambda: take(self._engine.usage, self._engine.draft_report()))
 
     def close(self, seconds: float) -> bool:
-        """Ends after the step that runs; whether that was in so many seconds."""
+        """Stop the thread after the current step. Return True if it stopped within `seconds`."""
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -86,7 +96,7 @@ class EngineThread:
     def _run(self) -> None:
         device = self._engine.runner.cache.device
         if device.index is not None and device.type == "cuda":
-            torch.cuda.set_device(device)  # each thread has its own
+            torch.cuda.set_device(device)  # the current device is per thread
         try:
             while self._carry_out_orders():
                 if self._engine.busy:
@@ -94,24 +104,24 @@ class EngineThread:
                 elif not self._orders and not self._prepare():
                     self._wait()
                 self._tell_pinning()
-        except Exception as error:  # noqa: BLE001 - whoever has made the thread says so
+        except Exception as error:  # noqa: BLE001 - the thread's owner reports it
             self._failed(error)
 
     @property
     def seconds(self) -> float:
-        """How long the step that runs now has taken, 0 where none runs or it compiles kernels. From any thread."""
+        """Seconds that the current step has run; 0 if the engine is idle or compiles kernels. Safe from any thread."""
         began = self._began
         return 0.0 if began is None or self._engine.preparing else perf_counter() - began
 
     def _prepare(self) -> bool:
-        """Prepare one thing that requests may need. Return whether any was missing."""
+        """Prepare one item that requests may need, such as a CUDA graph. Return True if any was missing."""
         try:
             return self._prepares and self._engine.prepare()
         except NotEnoughMemory as error:
             if self._engine.followers is not None:
                 raise
-            self._prepares = False  # what requests need is prepared when they need it
-            self._say(f"steps are no longer prepared in advance: {error.message}; {error.remedy}")
+            self._prepares = False  # from now on, prepare on demand only
+            self._say(f"steps will be prepared on demand, not in advance: {error.message}; {error.remedy}")
             return False
 
     def _tell_pinning(self) -> None:
@@ -126,7 +136,7 @@ class EngineThread:
             self._wake.wait_for(lambda: self._orders or self._closed)
 
     def _carry_out_orders(self) -> bool:
-        """Carries out what has been asked; whether it goes on."""
+        """Execute the queued orders. Return False if the thread is to stop."""
         self._began = perf_counter()
         with self._wake:
             orders, self._orders = self._orders, deque()
@@ -165,8 +175,11 @@ class EngineThread:
         self._deliver(updates)
 
     def _fail_all(self, error: Dsv4Error) -> None:
-        """Ends every request with an error, after which others can be asked; with several ranks these may be at
-        different points then. Raises the error there."""
+        """End every request with an error. Later requests are served normally.
+
+        With several ranks the error is raised again, unless it is an `UnsoundResult`: the ranks may have stopped at
+        different points.
+        """
         requests, self._requests = list(self._requests), {}
         self._deliver([_failure(request, error) for request in requests])
         if self._engine.followers is not None and not isinstance(error, UnsoundResult):

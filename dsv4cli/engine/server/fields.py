@@ -1,4 +1,4 @@
-"""The fields of a JSON body, each checked where it is asked for; what nobody asks for is unknown; no torch."""
+"""Validated access to the fields of a JSON body. Fields that are never read count as unknown. Does not import torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,11 @@ from dsv4cli.engine.server.refusals import bad_field
 
 
 class Fields:
-    """An object of a body; a field that is absent or null is None. Each method raises `Refusal` naming the field."""
+    """A JSON object of a request body.
+
+    A field that is absent or null is None. Each method that reads a field raises `Refusal`, naming the field, if its
+    value is invalid.
+    """
 
     def __init__(self, given: Mapping[str, Any], where: str = "") -> None:
         self._given, self._where = given, where
@@ -16,7 +20,7 @@ class Fields:
 
     @property
     def unknown(self) -> list[str]:
-        """The names of fields that nobody has asked for."""
+        """The names of fields that were never read."""
         return [self.name(name) for name in self._given if name not in self._known]
 
     @property
@@ -25,59 +29,59 @@ class Fields:
         return list(self._given)
 
     def name(self, name: str) -> str:
-        """A field's name as a client finds it."""
+        """Return a field's full name within the body, as errors show it."""
         return f"{self._where}.{name}" if self._where else name
 
     def value(self, name: str) -> Any:
-        """A field of any kind."""
+        """Return a field of any type."""
         self._known.add(name)
         return self._given.get(name)
 
     def text(self, name: str) -> str | None:
-        """A string."""
+        """Return a string."""
         value = self.value(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(name, "expected a string", value)
         return value
 
     def needed(self, name: str) -> str:
-        """A string that must be there."""
+        """Return a required string."""
         value = self.text(name)
         if value is None:
             raise bad_field(self.name(name), "expected a string, got nothing")
         return value
 
     def flag(self, name: str, otherwise: bool = False) -> bool:
-        """true or false."""
+        """Return a boolean, or `otherwise` if it is absent."""
         value = self.value(name)
         if value is not None and not isinstance(value, bool):
             raise self.wrong(name, "expected true or false", value)
         return otherwise if value is None else value
 
     def integer(self, name: str) -> int | None:
-        """A whole number of any size."""
+        """Return an integer of any size."""
         value = self._whole(name)
         if value is not None and type(value) is not int:
             raise self.wrong(name, "expected a whole number", value)
         return value
 
     def whole(self, name: str, low: int, high: int | None = None) -> int | None:
-        """A whole number from low to high."""
+        """Return an integer from `low` to `high`, or without an upper limit."""
         value = self._whole(name)
         if value is None:
             return None
         if type(value) is not int or value < low or (high is not None and value > high):
-            upper = "on" if high is None else f"to {high:,}"
-            raise self.wrong(name, f"expected a whole number from {low:,} {upper}", value)
+            bounds = f"of {low:,} or more" if high is None else f"from {low:,} to {high:,}"
+            raise self.wrong(name, f"expected a whole number {bounds}", value)
         return value
 
     def _whole(self, name: str) -> Any:
-        """A field, 1.0 as 1."""
+        """Return a field, with a float of integer value (1.0) as an int."""
         value = self.value(name)
         return int(value) if isinstance(value, float) and value.is_integer() else value
 
     def number(self, name: str, low: float, high: float) -> float | None:
-        """A number from low to high."""
+        """Return a finite number from `low` to `high`, as a float."""
         value = self.value(name)
         if value is None:
             return None
@@ -86,14 +90,14 @@ class Fields:
         return float(value)
 
     def choice(self, name: str, allowed: Sequence[str]) -> str | None:
-        """One of some words."""
+        """Return a string that is one of `allowed`."""
         value = self.text(name)
         if value is not None and value not in allowed:
             raise self.wrong(name, f"expected one of {', '.join(allowed)}", value)
         return value
 
     def mapping(self, name: str) -> "Fields | None":
-        """An object."""
+        """Return an object."""
         value = self.value(name)
         if value is None:
             return None
@@ -102,25 +106,25 @@ class Fields:
         return Fields(value, self.name(name))
 
     def items(self, name: str) -> list[Any] | None:
-        """A list."""
+        """Return a list."""
         value = self.value(name)
         if value is not None and not isinstance(value, list):
             raise self.wrong(name, "expected a list", value)
         return value
 
     def texts(self, name: str, most: int) -> tuple[str, ...]:
-        """A string or a list of strings, none of them empty; an empty string is an empty list."""
+        """Return up to `most` non-empty strings from a string or a list. An empty string counts as an empty list."""
         value = self.value(name)
         given = [] if value in (None, "") else [value] if isinstance(value, str) else value
         if not isinstance(given, list) or not all(isinstance(one, str) and one for one in given) or len(given) > most:
-            raise self.wrong(name, f"expected a text or a list of up to {most} texts, none of them empty", value)
+            raise self.wrong(name, f"expected a string or a list of up to {most} strings, none of them empty", value)
         return tuple(given)
 
     def ignored(self, *names: str) -> None:
-        """Fields that change nothing here, as a client expects."""
+        """Mark fields as known that are accepted and have no effect."""
         self._known.update(names)
 
     def wrong(self, name: str, reason: str, value: object) -> Exception:
-        """What to raise for a field's value."""
+        """Return the `Refusal` for a field's value."""
         shown = repr(value)
         return bad_field(self.name(name), f"{reason}, got {shown if len(shown) <= 60 else shown[:60] + '...'}")

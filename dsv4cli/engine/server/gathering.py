@@ -1,26 +1,32 @@
-"""Requests that come together begin together: one chunk reads many short prompts in little more than one's time."""
+"""Gathering of requests that arrive together: one prefill step runs many short prompts in little more time than one."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 
 from dsv4cli.engine.runtime.request import Request
 
-# rounds of the event loop in which a client that has connected is accepted and heard
+# rounds of the event loop until a new connection is accepted and its request read
 ROUNDS = 6
-# seconds without news after which nobody else is waited for, and how long the first request waits at most: not quite as
-# long as the smallest chunk takes, which another would have to wait for (Flash on one H200: 24 ms)
+# QUIET: seconds without a new request or connection after which the held requests start. LONGEST: the most seconds
+# that the first request is held, slightly less than the smallest prefill chunk takes (Flash on one H200: 24 ms), for
+# which a request that arrives later would have to wait.
 QUIET, LONGEST = 1e-3, 20e-3
 
 
 class Gathering:
-    """Holds requests for an engine that rests, while other clients have connected and are about to ask.
+    """Holds requests for an idle engine while other clients have connected and are about to send theirs.
 
-    Alone a request is held for a few rounds of the event loop, less than 0.1 ms; beside connections that ask nothing
-    for QUIET seconds.
+    A request that arrives alone is held for a few rounds of the event loop, less than 0.1 ms. If other connections are
+    open and send nothing, it is held for `QUIET` seconds.
     """
 
     def __init__(self, silent: Callable[[], int], release: Callable[[Sequence[Request]], None]) -> None:
-        """silent: how many connections have no request under way. release: takes the requests, in their order."""
+        """Create an empty gathering.
+
+        Args:
+            silent: returns the number of connections without a request in progress.
+            release: called with the held requests, in the order of their arrival.
+        """
         self._loop = asyncio.get_running_loop()
         self._silent, self._release = silent, release
         self._held: list[Request] = []
@@ -28,18 +34,18 @@ class Gathering:
 
     @property
     def holds(self) -> bool:
-        """Whether there are some."""
+        """Whether any requests are held."""
         return bool(self._held)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Holds some more."""
+        """Hold requests until they are released together."""
         if not self._held:
             self._first = self._loop.time()
             self._loop.call_soon(self._listen, ROUNDS)
         self._held += requests
 
     def drop(self, request: Request) -> bool:
-        """Forgets one; whether it was held."""
+        """Remove a request. Return True if it was held."""
         held = request in self._held
         if held:
             self._held.remove(request)
@@ -52,7 +58,11 @@ class Gathering:
             self._settle(())
 
     def _settle(self, before: tuple[int, ...]) -> None:
-        """before: how many were silent and held when it was last asked."""
+        """Release the requests if no connection is silent, nothing has changed, or `LONGEST` is over; else check again.
+
+        Args:
+            before: the counts of silent connections and held requests at the last check.
+        """
         silent = self._silent()
         now = silent, len(self._held)
         if silent <= 0 or now == before or self._loop.time() > self._first + LONGEST:

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, and where a request comes from; no torch."""
+"""Access checks: API keys, and the origin of a request. Does not import torch."""
 
 import hmac
 from collections.abc import Sequence
@@ -13,31 +13,37 @@ from dsv4cli.engine.server.page import MATH_PATH
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.errors import UsageError
 
-# what answers without a key: the page asks for it, and a monitor needs none
+# paths that need no key: the page prompts for one, and health monitors have none
 OPEN_PATHS = ("/", MATH_PATH, "/health")
 SHORTEST_KEY = 8
 
 
 def read_keys(file: Path) -> tuple[bytes, ...]:
-    """The keys in a file, one a line. Raises UsageError."""
+    """Read API keys from a file, one per line.
+
+    Raises:
+        UsageError: the file cannot be read, is not UTF-8, has no keys, or has an invalid one.
+    """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror}", "give a readable file with a key a line") from None
+        raise UsageError(
+            f"{file} cannot be read: {error.strerror}", "use a readable file with one key per line"
+        ) from None
     except UnicodeDecodeError:
-        raise UsageError(f"{file} is not UTF-8", "give a file with a key a line") from None
+        raise UsageError(f"{file} is not UTF-8", "use a file with one key per line") from None
     keys = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
     for number, key in keys:
         if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
-            what = f"line {number} of {file} is no key: it needs {SHORTEST_KEY} characters of ASCII or more, no spaces"
-            raise UsageError(what, "make one: openssl rand -hex 24")
+            what = f"line {number} of {file} is not a key: it needs {SHORTEST_KEY} or more ASCII characters, no spaces"
+            raise UsageError(what, "create one: openssl rand -hex 24")
     if not keys:
-        raise UsageError(f"{file} has no key", f"make one: openssl rand -hex 24 > {file}")
+        raise UsageError(f"{file} contains no keys", f"create one: openssl rand -hex 24 > {file}")
     return tuple(key.encode() for _, key in keys)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Return True if an address is reachable only from this machine."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -46,34 +52,41 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True)
 class Guard:
-    """keys: of which one is needed; none where there are none. host: what the server listens on."""
+    """The access rules of a server.
+
+    Attributes:
+        keys: a request needs one of these API keys; if empty, no key is needed.
+        host: the address that the server listens on.
+    """
 
     keys: Sequence[bytes]
     host: str
 
     def check(self, path: str, headers: Headers) -> None:
-        """Raises `Refusal` for a request that is not to be carried out."""
+        """Check a request's origin and API key. Raises `Refusal` if it is not allowed."""
         self._check_origin(headers)
         if not self.keys or path in OPEN_PATHS:
             return
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = (bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1")
-        # each is compared: how long that takes says nothing about them
+        # every key is compared, so that the time reveals nothing about them
         if not sum(hmac.compare_digest(given, key) for key in self.keys):
             raise Refusal(401, "the API key is missing or wrong: send it as Authorization: Bearer KEY, or as x-api-key")
 
     def _check_origin(self, headers: Headers) -> None:
-        """A page of another site must not ask through somebody's browser, under its own name or under one that it has
-        had resolved to this machine."""
+        """Reject requests that a page of another site makes through a user's browser.
+
+        The page may use its own origin, or a name of its own that resolves to this machine (DNS rebinding).
+        """
         host, origin = headers.get("host", ""), headers.get("origin")
         if is_loopback(self.host) and not is_loopback(_split(f"//{host}").hostname or ""):
-            raise Refusal(403, "this server answers this machine only: ask it as localhost")
+            raise Refusal(403, "this server accepts requests from this machine only: use localhost in the URL")
         if origin is not None and _split(origin).netloc != host:
-            raise Refusal(403, "pages of other sites cannot ask this server")
+            raise Refusal(403, "cross-origin requests are not allowed")
 
 
 def _split(url: str) -> SplitResult:
-    """The parts of an address, none of one that is damaged."""
+    """Return the parts of a URL; all are empty if it is malformed."""
     try:
         return urlsplit(url)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The HTTP server around an ASGI app: connections within bounds, and an end that lets answers finish; no torch."""
+"""An HTTP server around an ASGI app, with limited connections and a graceful shutdown. Does not import torch."""
 
 import asyncio
 import errno
@@ -14,18 +14,24 @@ from starlette.types import ASGIApp
 from dsv4cli.engine.server.connections import BoundedProtocol, HttpLimits
 from dsv4cli.errors import UsageError
 
-# bytes of a request's line and headers
+# the most bytes of a request's line and headers
 MOST_HEADER = 64 << 10
-# how long it may take to tell clients that their answers are broken off
+# how long to wait at shutdown for the errors of cut-off answers to be sent
 LAST_WORDS_SECONDS = 1
 LISTEN = "use --host 127.0.0.1 or --host 0.0.0.0"
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an app until `stop`; the event loop sleeps while nothing is asked."""
+    """Serves an app until `stop` is called. The event loop sleeps while no requests arrive."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits, grace: float, ready: Callable[[], None]) -> None:
-        """grace: seconds that answers have to finish after `stop`. ready: called once clients can connect."""
+        """Configure uvicorn.
+
+        Args:
+            limits: limits of connections.
+            grace: seconds that answers have to finish after `stop`.
+            ready: called once clients can connect.
+        """
         bounded = type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
@@ -37,21 +43,28 @@ class HttpServer(uvicorn.Server):
         self.limits, self._ready = limits, ready
         self._stopped = asyncio.Event()
         logger = logging.getLogger("uvicorn.error")
-        logger.addHandler(logging.NullHandler())  # damaged requests are not worth a word
+        logger.addHandler(logging.NullHandler())  # malformed requests are not logged
         logger.propagate = False
 
     def stop(self) -> None:
-        """Takes no more connections; answers have their grace, then `serve` ends. A second time: it ends soon."""
+        """Stop accepting connections. `serve` returns when the answers have finished or their grace period is over.
+
+        A second call aborts all connections, so that `serve` returns soon.
+        """
         if self._stopped.is_set():
             self.force_exit = True
-            for connection in [*self.server_state.connections]:  # from 3.12 on asyncio waits for them too
+            for connection in [*self.server_state.connections]:  # Python 3.12 and later wait for them too
                 connection.transport.abort()
         self._stopped.set()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to listen. Raises UsageError where another program listens there meanwhile."""
+        """Start listening.
+
+        Raises:
+            UsageError: another program has started to listen at the address since it was bound.
+        """
         [bound] = sockets or []
-        # of its connections too: the next server need not wait until the system has forgotten them
+        # applies to its connections too: the next server need not wait for TIME_WAIT to end
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             await super().startup(sockets)
@@ -60,52 +73,56 @@ class HttpServer(uvicorn.Server):
             raise _taken(host, port, error) from None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Ends what runs; clients whose answers are broken off are told so."""
+        """Stop what is still running, and notify clients whose answers are cut off."""
         await super().shutdown(sockets)
         if self.server_state.tasks:
             await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
 
     async def main_loop(self) -> None:
-        """Waits for the end, where uvicorn would look ten times a second."""
+        """Wait for `stop`. uvicorn's own loop would poll ten times a second."""
         self._ready()
         await self._stopped.wait()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's."""
+        """Leave signals to the caller."""
         yield
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
-    """A socket at an address, which is nobody else's and which nobody can connect to yet. Raises UsageError."""
+    """Return a socket bound to an address, which no client can connect to yet and no other program can bind.
+
+    Raises:
+        UsageError: the address does not exist, or is in use.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        # asyncio sends at once (TCP_NODELAY) only where the protocol is named: else an answer waits 40 ms for an ACK
+        # asyncio sets TCP_NODELAY only if the protocol is given; without it an answer waits 40 ms for an ACK
         made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
-        raise UsageError(f"there is no address {host}: {error.strerror}", LISTEN) from None
+        raise UsageError(f"cannot resolve the address {host}: {error.strerror}", LISTEN) from None
     except UnicodeError:
-        raise UsageError(f"there is no address {host}", LISTEN) from None
+        raise UsageError(f"cannot resolve the address {host}", LISTEN) from None
     try:
-        # connections of a server that has ended do not matter, a server that is about to listen does
+        # ignore connections of a server that has ended, but not another socket that is bound
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as error:
         made.close()
         if error.errno == errno.EADDRNOTAVAIL:
-            raise UsageError(f"{host} is no address of this machine", LISTEN) from None
+            raise UsageError(f"{host} is not an address of this machine", LISTEN) from None
         raise _taken(host, port, error) from None
     return made
 
 
 def _taken(host: str, port: int, error: OSError) -> UsageError:
-    what = f"port {port} of {host} cannot be taken: {error.strerror}"
-    return UsageError(what, "give another --port, or 0 for any that is free")
+    what = f"cannot listen on {host}, port {port}: {error.strerror}"
+    return UsageError(what, "use another --port, or 0 for any free one")
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where a browser of this machine finds a socket."""
+    """Return the URL of a socket for a browser on this machine."""
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"

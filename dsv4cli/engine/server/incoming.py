@@ -1,4 +1,4 @@
-"""The body of a request, read within its bounds and in time."""
+"""Reading of request bodies, with limits on size, time and complexity."""
 
 import asyncio
 import re
@@ -14,48 +14,48 @@ from dsv4cli.errors import UsageError
 
 # bytes: a million tokens of text are 4 to 6 MB
 MOST_BODY = 32 << 20
-# bytes of a body beside its prompts: schemas, other fields, escapes of JSON
+# bytes of a body in addition to its prompts: schemas, other fields, JSON escapes
 BESIDE_PROMPTS = 1 << 20
-# how long a body may take to come
+# how long a body may take to arrive
 READ_SECONDS = 60
-# a body of this many bytes or more is read and encoded in a thread, while other answers go on: encoding takes up to
-# 3 us a byte
+# bytes; larger bodies are parsed and encoded in a thread, to not block other answers: encoding takes up to 3 us
+# per byte
 LARGE_BODY = 8 << 10
-# of those with this many bytes or more, as many at once as `Service.reading` allows
+# bytes; `Service.reading` limits how many larger bodies are processed at once
 LONG_BODY = 256 << 10
-# Python's lock is held while JSON is read: values take up to 0.1 us each, objects and lists 0.5 us and 230 bytes.
-# A prompt may be a million token ids.
+# Parsing JSON holds Python's GIL: up to 0.1 us per value, 0.5 us and 230 bytes per object or list. The limits allow a
+# prompt of a million token ids.
 MOST_VALUES, MOST_CONTAINERS = (1 << 20) + (1 << 16), 1 << 18
-# what stands between the texts of a JSON document, or a text
+# a string of a JSON document, or what is between two strings
 JSON_SPAN = re.compile(rb'[^"]+|"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 T = TypeVar("T")
 
 
 def service_of(http: Request) -> Service:
-    """What the routes share."""
+    """Return the state that all routes share."""
     service: Service = http.state.service
     return service
 
 
 async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1) -> T:
-    """Return what `read` makes of the JSON object in a body.
+    """Return the result of `read` for the JSON object in a request's body.
 
     Args:
-        prompts: The most prompts that it may have.
+        prompts: the most prompts that the body may contain.
 
     Raises:
-        Refusal: It is none, too large or too slow.
+        Refusal: the body is not a JSON object, is too large, or does not arrive in time.
     """
     if http.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
-        raise Refusal(415, "the body is compressed: send it as it is")
+        raise Refusal(415, "compressed bodies are not supported: send it uncompressed")
     service = service_of(http)
     try:
         async with asyncio.timeout(READ_SECONDS):
             content = await _read(http, service, prompts)
     except TimeoutError:
-        raise Refusal(408, f"the body did not come in {READ_SECONDS} s") from None
+        raise Refusal(408, f"the body did not arrive within {READ_SECONDS} s") from None
     size, given = len(content), [content]
-    del content  # its memory is given back before the prompt is encoded
+    del content  # so that its memory can be freed before the prompt is encoded
 
     def work() -> T:
         return read(_object(given.pop()), service)
@@ -69,7 +69,7 @@ async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T],
 
 
 def _object(content: bytearray) -> dict[str, Any]:
-    """Return the JSON object in a body. Raises `Refusal`."""
+    """Parse the JSON object in a body. Raises `Refusal` if it is not one."""
     _check_values(content)
     try:
         text = content.decode().removeprefix(BYTE_ORDER_MARK)
@@ -85,7 +85,7 @@ def _object(content: bytearray) -> dict[str, Any]:
 
 
 def _check_values(content: bytearray) -> None:
-    """Raise `Refusal` for a document of so many values that reading it would stop everything else."""
+    """Raise `Refusal` if a document has so many values that parsing it would block all other requests."""
     if content.count(b",") <= MOST_VALUES and content.count(b"[") + content.count(b"{") <= MOST_CONTAINERS:
         return
     values = containers = 0
@@ -100,7 +100,11 @@ def _check_values(content: bytearray) -> None:
 
 
 async def _read(http: Request, service: Service, prompts: int) -> bytearray:
-    """Return a body that `prompts` prompts of this context may have."""
+    """Return the body, if it is no larger than `prompts` prompts of the longest context can be.
+
+    Raises:
+        Refusal: it is larger.
+    """
     said = http.headers.get("content-length", "0")
     content, size = bytearray(), 0
     too_large = Refusal(413, f"the body has more than {MOST_BODY:,} bytes")
@@ -114,8 +118,8 @@ async def _read(http: Request, service: Service, prompts: int) -> bytearray:
         if size <= most:
             content += part
         else:
-            content.clear()  # the rest is read nevertheless: a client that sends does not see a refusal
+            content.clear()  # keep reading: a client that is still sending does not see the refusal
     if size > most:
-        reason = f"the body has {size:,} bytes, more than a prompt of {service.context:,} tokens has: leave out"
+        reason = f"the body has {size:,} bytes, more than any prompt of {service.context:,} tokens: remove"
         raise Refusal(400, f"{reason} earlier messages", code="context_length_exceeded")
     return content

@@ -1,4 +1,4 @@
-"""The body of Anthropic's /v1/messages, checked: its blocks as messages of the prompt format."""
+"""The validated body of Anthropic's /v1/messages: its content blocks as messages of the prompt format."""
 
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,7 +14,7 @@ from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.prompt_text import to_json
 
-# what says nothing about the answer
+# accepted fields that do not affect the answer
 IDLE = (
     "model", "metadata", "service_tier", "cache_control", "container", "context_management", "diagnostics",
     "inference_geo", "speed", "user_profile_id", "workspace_id",
@@ -23,7 +23,12 @@ IDLE = (
 
 @dataclass(frozen=True)
 class MessageRequest:
-    """thinking: whether the client wants to see it."""
+    """A validated request to /v1/messages.
+
+    Attributes:
+        stream: whether the answer is streamed.
+        thinking: whether the answer includes its thinking.
+    """
 
     plan: AnswerPlan
     stream: bool
@@ -31,7 +36,11 @@ class MessageRequest:
 
 
 def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
-    """What a body asks for. Raises `Refusal` naming the field."""
+    """Validate a request body.
+
+    Raises:
+        Refusal: a field is invalid; the message names it.
+    """
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
     shape = anthropic_shape(fields, _tools(fields))
@@ -46,14 +55,14 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
 
 
 def message_ids(body: dict[str, Any], service: Service) -> list[int]:
-    """The prompt of a body that asks for no answer. Raises `Refusal`."""
+    """Return the token ids of a body whose prompt is only counted. Raises `Refusal` if a field is invalid."""
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
     return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
 
 
 def _prompt(fields: Fields, shape: AnswerFormat, effort: Effort, service: Service) -> list[int]:
-    """That of `system`, `messages` and `tools`."""
+    """Return the prompt's token ids for `system`, `messages` and `tools`."""
     given = fields.items("messages")
     if not given:
         raise bad_field("messages", "expected a list of messages")
@@ -66,7 +75,7 @@ def _prompt(fields: Fields, shape: AnswerFormat, effort: Effort, service: Servic
 
 
 def _joined(answers: list[Message]) -> Message:
-    """Return the assistant's messages in a row as one."""
+    """Merge consecutive assistant messages into one."""
     return {
         "role": "assistant",
         "content": "".join(one["content"] for one in answers),
@@ -86,7 +95,7 @@ def _system(given: Any) -> list[Message]:
 
 
 def _text(given: Any, where: str) -> str:
-    """A text, or the texts of blocks."""
+    """Return a text, or the joined texts of a list of blocks."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list):
@@ -95,7 +104,7 @@ def _text(given: Any, where: str) -> str:
     for nth, one in enumerate(given):
         block = _block(one, f"{where}[{nth}]")
         if block.text("type") != "text":
-            raise bad_field(f"{where}[{nth}].type", 'expected "text", which is all that DeepSeek-V4 reads')
+            raise bad_field(f"{where}[{nth}].type", 'expected "text", the only content that DeepSeek-V4 accepts')
         texts.append(block.needed("text"))
     return "\n\n".join(texts)
 
@@ -107,7 +116,7 @@ def _block(given: Any, where: str) -> Fields:
 
 
 def _messages(given: Any, where: str) -> list[Message]:
-    """What a message of blocks is in the prompt format: results of tools are messages of their own."""
+    """Convert a message of content blocks to messages of the prompt format. Each tool result becomes its own."""
     fields = _block(given, where)
     role, content = fields.choice("role", ("user", "assistant", "system")), fields.value("content")
     if role is None:
@@ -127,13 +136,13 @@ def _said(block: Fields) -> Message:
         content = _result(block.value("content"), block.name("content"))
         return {"role": "tool", "tool_call_id": block.needed("tool_use_id"), "content": content}
     if kind != "text":
-        reason = "expected text or tool_result: DeepSeek-V4 reads text, and nothing is fetched for a client"
+        reason = "expected text or tool_result: DeepSeek-V4 accepts only text, and the server fetches no content"
         raise block.wrong("type", reason, kind)
     return {"role": "user", "content": block.needed("text")}
 
 
 def _result(given: Any, where: str) -> str | list[dict[str, Any]]:
-    """What a tool has given, in OpenAI's shape; of what is no text the format leaves a note."""
+    """Return a tool's result in OpenAI's shape. The prompt format replaces content other than text with a note."""
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
@@ -162,7 +171,7 @@ def _answer(blocks: list[Fields]) -> Message:
                 calls.append({"id": block.needed("id"), "type": "function", "function": function})
             case kind:
                 raise block.wrong("type", "expected text, thinking or tool_use", kind)
-    # no empty line between: an answer's text that calls have cut is one
+    # joined without an empty line: the answer's text is one, interrupted by calls
     return {
         "role": "assistant",
         "content": "".join(content),
@@ -174,7 +183,7 @@ def _answer(blocks: list[Fields]) -> Message:
 def _tool(given: Any, where: str) -> Tool:
     fields = _block(given, where)
     if fields.text("type") not in (None, "custom"):
-        raise fields.wrong("type", "expected custom: this server has no tools of its own", fields.value("type"))
+        raise fields.wrong("type", "expected custom: this server has no built-in tools", fields.value("type"))
     schema = fields.mapping("input_schema")
     if schema is None:
         raise bad_field(fields.name("input_schema"), "expected an object, got nothing")

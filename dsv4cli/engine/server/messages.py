@@ -1,4 +1,4 @@
-"""The answers of Anthropic's /v1/messages: one document, or the events of its blocks."""
+"""Responses of Anthropic's /v1/messages: one document, or a stream of block events."""
 
 import json
 from collections.abc import AsyncGenerator
@@ -19,7 +19,7 @@ from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
 
-# clients send it back with the thinking; nothing here reads it
+# clients return it with the thinking; the server ignores it
 SIGNATURE = "dsv4"
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -49,7 +49,7 @@ def _event_of_refusal(refusal: Refusal) -> bytes:
 
 @dataclass
 class MessageReply:
-    """What a call's one answer becomes."""
+    """The response of one call to /v1/messages."""
 
     service: Service
     asked: MessageRequest
@@ -58,11 +58,11 @@ class MessageReply:
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompt and of the answer, as the log has them."""
+        """Return the token counts of the prompt and the answer in OpenAI's shape, for the log."""
         return usage_of((len(self.asked.plan.ids), [self.choice]))
 
     async def document(self) -> dict[str, Any]:
-        """The answer, once it has ended."""
+        """Wait for the answer, and return it as one document."""
         while not self.choice.ended:
             pushed(await self.call.updates(), {self.choice.request: self.choice}, self.call)
         message = self.choice.message
@@ -76,7 +76,7 @@ class MessageReply:
         return self._head() | {"content": content, **self._end(), "usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Its blocks as they come."""
+        """Yield the answer's content blocks as server-sent events."""
         usage = {"input_tokens": len(self.asked.plan.ids), "output_tokens": 0}
         head = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=head)
@@ -97,7 +97,7 @@ class MessageReply:
         yield _event("message_stop")
 
     def tool_id(self, nth: int) -> str:
-        """The id of call number nth."""
+        """Return the id of the tool call at index `nth`."""
         return f"toolu_{self.id.removeprefix('msg_')[:20]}_{nth}"
 
     def _tool_use(self, nth: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -122,15 +122,15 @@ class MessageReply:
 
 
 class MessageBlocks:
-    """The blocks of a message as events: one is open at a time."""
+    """The content blocks of a message as events. One block is open at a time."""
 
     def __init__(self, reply: MessageReply) -> None:
         self._reply = reply
         self._index = -1
-        self._open = ""  # the kind of the block that is
+        self._open = ""  # the kind of the open block
 
     def take(self, delta: Delta) -> list[bytes]:
-        """The events of what a step has added."""
+        """Return the events for a delta."""
         match delta.kind:
             case "reasoning":
                 events = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
@@ -145,7 +145,7 @@ class MessageBlocks:
         return [*events, self._delta(type="input_json_delta", partial_json=delta.text)]
 
     def close(self) -> list[bytes]:
-        """The events that end what is open."""
+        """Return the events that end the open block, if there is one."""
         if not self._open:
             return []
         signature = [self._delta(type="signature_delta", signature=SIGNATURE)] if self._open == "thinking" else []
@@ -164,7 +164,7 @@ class MessageBlocks:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; what is no object is under a name of its own."""
+    """Parse a call's arguments. A value that is not an object is wrapped as `{"arguments": value}`."""
     try:
         value = json.loads(arguments)
     except ValueError:

@@ -35,22 +35,22 @@ class Metrics:
         self._generated = Counter("dsv4_generated_tokens", "Tokens of answers, as usage reports them",
                                   registry=registry)  # fmt: skip
         self._first = Histogram(
-            "dsv4_time_to_first_token_seconds", "From a request's arrival to its first token",
+            "dsv4_time_to_first_token_seconds", "Time from a request's arrival to its first token",
             registry=registry, buckets=FIRST_TOKEN,
         )  # fmt: skip
         self._between = Histogram(
-            "dsv4_time_between_tokens_seconds", "From a step that gave a request tokens to the next one",
+            "dsv4_time_between_tokens_seconds", "Time between two steps in which a request received tokens",
             registry=registry, buckets=BETWEEN_TOKENS,
         )  # fmt: skip
-        self._last: dict[Request, float] = {}  # when it came, or its last token
-        self._drawing: set[Request] = set()  # those that have tokens
+        self._last: dict[Request, float] = {}  # arrival, or time of the last token
+        self._drawing: set[Request] = set()  # requests that have tokens
 
     def begin(self, request: "Request") -> None:
         """Record when a request arrived."""
         self._last[request] = perf_counter()
 
     def note(self, update: "Update") -> None:
-        """Record the latency of the tokens that a request got in a step."""
+        """Record the latency of the tokens that a request received in a step."""
         request = update.request
         if not update.tokens:
             return
@@ -79,7 +79,11 @@ class Metrics:
             self._cached.inc(usage["prompt_tokens_details"]["cached_tokens"])
 
     def end(self, request: "Request", outcome: str) -> None:
-        """Count a request that has ended; outcome: finished, cancelled or failed."""
+        """Count a request that has ended.
+
+        Args:
+            outcome: finished, cancelled or failed.
+        """
         self._requests.labels(outcome).inc()
         self._last.pop(request, None)
         self._drawing.discard(request)

@@ -1,4 +1,4 @@
-"""What OpenAI's two kinds of completions have in common on the wire; no torch."""
+"""The response format that both of OpenAI's completion APIs share. Does not import torch."""
 
 from collections.abc import Collection
 from typing import Any, Protocol
@@ -6,38 +6,42 @@ from typing import Any, Protocol
 from dsv4cli.engine.server.refusals import Refusal, to_bytes
 
 DONE = b"data: [DONE]\n\n"
-# a comment, which clients skip
+# an SSE comment, which clients ignore
 IDLE = b": waiting\n\n"
 
 
 class Counted(Protocol):
-    """An answer whose tokens are counted."""
+    """An answer with token counts."""
 
     @property
     def drawn(self) -> int:
-        """How many tokens it has, the end token included."""
+        """Number of tokens generated, including the end token."""
 
     @property
     def reasoning_tokens(self) -> int:
-        """How many of them are thinking."""
+        """Number of generated tokens that belong to the thinking."""
 
     @property
     def cached(self) -> int:
-        """How many tokens of its prompt a cache held."""
+        """Number of prompt tokens found in the prefix cache."""
 
 
 def event(value: dict[str, Any]) -> bytes:
-    """A server-sent event without a name."""
+    """Return a server-sent event without a name."""
     return b"data: " + to_bytes(value) + b"\n\n"
 
 
 def event_of_refusal(refusal: Refusal) -> bytes:
-    """An error in the middle of a stream."""
+    """Return an error as an event, followed by the end of the stream."""
     return event(refusal.body(anthropic=False)) + DONE
 
 
 def usage_of(*prompts: tuple[int, Collection[Counted]]) -> dict[str, Any]:
-    """How many tokens went in, and came out in all answers together. prompts: the tokens of each, and its answers."""
+    """Return the token counts of prompts and all their answers, in OpenAI's shape.
+
+    Args:
+        prompts: (number of tokens, answers) of each prompt.
+    """
     counted = [answer for _, answers in prompts for answer in answers]
     read, drawn = sum(tokens for tokens, _ in prompts), sum(one.drawn for one in counted)
     cached = sum(max((one.cached for one in answers), default=0) for _, answers in prompts)

@@ -1,17 +1,17 @@
-"""The page at `/`, and what it may do; no torch."""
+"""The built-in chat page at `/`, and its Content-Security-Policy. Does not import torch."""
 
 import base64
 import hashlib
 import re
 from pathlib import Path
 
-# where the page finds Temml (MIT), which turns LaTeX into MathML; it is loaded with the first formula
+# URL of Temml (MIT license), which converts LaTeX to MathML; the page loads it for the first formula
 MATH_PATH = "/math.js"
-_MATH_DIGEST = b"MATH_DIGEST"  # stands in the page's script for that of the library
+_MATH_DIGEST = b"MATH_DIGEST"  # placeholder in the page's script for the library's digest
 
 
 def page() -> tuple[bytes, str]:
-    """Return the page and its Content-Security-Policy: its own style and scripts, this server, and nothing else."""
+    """Return the page and its Content-Security-Policy, which allows only its own style and scripts, and this server."""
     math = _digest(math_library())
     body = Path(__file__).with_name("page.html").read_bytes().replace(_MATH_DIGEST, math.encode())
     policy = {
@@ -19,7 +19,7 @@ def page() -> tuple[bytes, str]:
         "style-src": _hash_of(body, "style"),
         "script-src": f"{_hash_of(body, 'script')} '{math}'",
         "connect-src": "'self'",
-        "img-src": "data:",  # its icon
+        "img-src": "data:",  # the icon
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
@@ -28,12 +28,12 @@ def page() -> tuple[bytes, str]:
 
 
 def math_library() -> bytes:
-    """Return the script at `MATH_PATH`."""
+    """Return the script that is served at `MATH_PATH`."""
     return Path(__file__).with_name("temml.min.js").read_bytes()
 
 
 def _hash_of(body: bytes, tag: str) -> str:
-    """Return the digest of the one element of a tag, as a policy names it."""
+    """Return the digest of the page's only `<tag>` element, in the syntax of a policy."""
     [content] = re.findall(rf"<{tag}>(.*?)</{tag}>".encode(), body, re.DOTALL)
     return f"'{_digest(content)}'"
 

@@ -1,4 +1,4 @@
-"""What a client wants drawn: a prompt, how its answers are drawn and read; and the requests that are made of it."""
+"""A client's prompt with sampling options and output format, and the engine requests that answer it."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -21,8 +21,15 @@ MOST_TEMPERATURE = 100.0
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """A prompt's ids; `count` answers to it. shape: of them. budget: the most tokens of their thinking. ignore_eos:
-    they end at their limit only."""
+    """A prompt and the options of its answers.
+
+    Attributes:
+        ids: the prompt's token ids.
+        shape: the required form of the answers.
+        budget: the most tokens of thinking, None for no limit.
+        count: number of answers.
+        ignore_eos: whether answers end only at their token limit.
+    """
 
     ids: list[int]
     sampling: Sampling
@@ -33,12 +40,15 @@ class AnswerPlan:
     ignore_eos: bool = False
 
     async def requests(self, service: Service) -> list[Request]:
-        """The requests, each with its own seed. Raises `Refusal` for a prompt that leaves no room for an answer, and
-        for a shape that is none."""
+        """Return one engine request per answer, each with its own seed.
+
+        Raises:
+            Refusal: the prompt leaves no tokens for an answer, or the shape is invalid.
+        """
         limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.room(self.ids)))
         constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
         if self.shape.needs_grammar:
-            # it may take long, and other answers go on
+            # compiling can take long and must not block other answers
             grammar = await asyncio.to_thread(self._grammar, service)
             constraints = [Constraints(*_parts(one), grammar.copy()) for one in constraints]
         elif self.shape.choice.kind == "none":
@@ -73,7 +83,7 @@ def _parts(constraint: Constraint | None) -> list[Constraint]:
 
 
 def sampling_of(fields: Fields, service: Service) -> Sampling:
-    """How a body wants tokens to be drawn. Raises `Refusal`."""
+    """Return the sampling parameters of a body. Raises `Refusal` if one is invalid."""
     usual = service.usual.sampling
     temperature = fields.number("temperature", 0, MOST_TEMPERATURE)
     top_p = fields.number("top_p", 0, 1)
@@ -81,7 +91,7 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
         temperature = 0.0
     seed = fields.integer("seed")
     if top_p == 0:
-        temperature, top_p = 0.0, 1.0  # only the likeliest
+        temperature, top_p = 0.0, 1.0  # greedy
     return Sampling(
         usual.temperature if temperature is None else temperature,
         usual.top_p if top_p is None else top_p,
@@ -91,7 +101,7 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
 
 
 def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
-    """What is added to the logits of tokens, by their ids."""
+    """Return the logit biases as (token id, bias) pairs."""
     given, size = fields.mapping("logit_bias"), service.dialogue.config.vocab_size
     if given is None:
         return ()
@@ -99,20 +109,23 @@ def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
     for name in given.names:
         token = int(name) if name.isascii() and name.isdigit() and len(name) < 10 else size
         if token >= size:
-            raise bad_field(given.name(name), f"expected a token id of the model, 0 to {size - 1:,}")
+            raise bad_field(given.name(name), f"expected a token id in the vocabulary, 0 to {size - 1:,}")
         biases[token] = given.number(name, -MOST_BIAS, MOST_BIAS) or 0.0
     return tuple(biases.items())
 
 
 def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[str, ...], logprobs: int) -> Limits:
-    """When an answer ends at the latest, and what is reported of its tokens."""
+    """Return the limits of an answer: token limit, stop texts and number of reported log-probabilities."""
     usual = service.usual.limits
     return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
 
 
 def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
-    """Where to keep the state: before the last question, which another may replace, and at the end, for the same prompt
-    again and for what follows an answer that lacks its thinking then."""
+    """Return the prompt lengths at which to store the state in the prefix cache.
+
+    There are two: before the last question, which the client may replace, and at the end of the prompt. The latter
+    serves the same prompt again, and conversations that continue without the answer's thinking.
+    """
     user = service.dialogue.tokenizer.token_id(tokens.USER)
     question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
     return (question, len(ids))

@@ -1,4 +1,4 @@
-"""What is wrong with a request, and what a client reads of it: in OpenAI's shape, or in Anthropic's; no torch."""
+"""Errors of HTTP requests, in the shapes of OpenAI and Anthropic. Does not import torch."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dsv4cli.errors import Dsv4Error, NotEnoughMemory, UsageError
 
-# status: OpenAI's type of the error, Anthropic's
+# error types by status: OpenAI's, Anthropic's
 TYPES: Mapping[int, tuple[str, str]] = {
     400: ("invalid_request_error", "invalid_request_error"),
     401: ("authentication_error", "authentication_error"),
@@ -21,13 +21,18 @@ TYPES: Mapping[int, tuple[str, str]] = {
     500: ("server_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
 }
-# seconds after which a client that was refused for now may ask again
+# seconds after which a client may retry a request that was refused temporarily
 RETRY_AFTER = 2
 
 
 class Refusal(Exception):
-    """A request that is not carried out: the status, the reason, and the field that it is about. allow: the methods
-    that the path takes, if it is about them."""
+    """A rejected request: status code, reason and error fields.
+
+    Attributes:
+        param: the field that the error is about.
+        code: OpenAI's error code.
+        allow: the methods that the path allows, for status 405.
+    """
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None, allow: str = ""
@@ -36,14 +41,14 @@ class Refusal(Exception):
         self.status, self.message, self.param, self.code, self.allow = status, message, param, code, allow
 
     def body(self, anthropic: bool) -> dict[str, Any]:
-        """The JSON document of the error."""
+        """Return the error as a JSON document."""
         openai_type, anthropic_type = TYPES[self.status]
         if anthropic:
             return {"type": "error", "error": {"type": anthropic_type, "message": self.message}}
         return {"error": {"message": self.message, "type": openai_type, "param": self.param, "code": self.code}}
 
     def response(self, anthropic: bool) -> Response:
-        """The error as a response; the connection ends where the rest of the request is not to be read."""
+        """Return the error as a response. It closes the connection if the rest of the request is not to be read."""
         headers = {"retry-after": str(RETRY_AFTER)} if self.status == 503 else {}
         headers |= {"allow": self.allow} if self.allow else {}
         headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
@@ -52,33 +57,33 @@ class Refusal(Exception):
 
 
 def bad_field(name: str, reason: str) -> Refusal:
-    """A field of the body that cannot be."""
+    """Return the refusal of a request with an invalid field."""
     return Refusal(400, f"{name}: {reason}", name)
 
 
 def broken_off() -> Refusal:
-    """What is said where the server does not wait for a request at its end."""
-    return Refusal(503, "the server has ended before the answer did")
+    """Return the refusal of a request that is cut off by the server's shutdown."""
+    return Refusal(503, "the server shut down before the answer was complete")
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of an error of the engine."""
+    """Return the refusal that reports an exception to the client."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, UsageError):
         return Refusal(400, error.message)
     if isinstance(error, NotEnoughMemory):
-        return Refusal(503, "the server has no memory for this request now")
+        return Refusal(503, "the server does not have enough memory for this request at the moment")
     if isinstance(error, Dsv4Error):
         return Refusal(500, error.message)
-    return Refusal(500, "the server has failed; its log says why")
+    return Refusal(500, "internal server error; see the server's log")
 
 
 def json_response(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A JSON document as a response."""
+    """Return a JSON document as a response."""
     return Response(to_bytes(value), status, headers, media_type="application/json")
 
 
 def to_bytes(value: Mapping[str, Any]) -> bytes:
-    """JSON in UTF-8, without spaces."""
+    """Return compact JSON in UTF-8."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")

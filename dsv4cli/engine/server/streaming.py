@@ -1,4 +1,4 @@
-"""Answers that take long, whole or as server-sent events: they end when their client goes."""
+"""Long-running responses, whole or as server-sent events. They are cancelled if their client disconnects."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -19,12 +19,16 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """Whoever has asked has closed the connection."""
+    """The client has closed the connection."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work gives; where the client goes before that, it is cancelled. Raises ClientGone then, and `Refusal`
-    where the server does not wait for it at its end."""
+    """Return the result of `work`, and cancel it if the client disconnects first.
+
+    Raises:
+        ClientGone: the client has disconnected.
+        Refusal: the server is shutting down and does not wait for the result.
+    """
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -46,22 +50,26 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class CallReply(Protocol):
-    """What a call's answers become."""
+    """The response of a call."""
 
     def usage(self) -> dict[str, Any]:
-        """How many tokens went in and came out, in OpenAI's shape."""
+        """Return the token counts of prompt and answers, in OpenAI's shape."""
 
     async def document(self) -> dict[str, Any]:
-        """All of it, once it has ended."""
+        """Wait for the end, and return the whole response."""
 
     def events(self) -> AsyncGenerator[bytes, None]:
-        """Its pieces as they come."""
+        """Yield the response as server-sent events."""
 
 
 async def answered(
     http: HttpRequest, call: EngineCall, reply: CallReply, failed: Callable[[Refusal], bytes], *, stream: bool
 ) -> Response:
-    """The response to a request: the document of a call, or its events, with `failed` as `EventStream` has it."""
+    """Return the response to a request: the document of a call, or a stream of its events.
+
+    Args:
+        failed: returns the event that reports an error during the stream.
+    """
     http.state.call, http.state.usage = call, reply.usage
     connection = connection_of(http.scope)
     if connection is not None:
@@ -73,35 +81,39 @@ async def answered(
 
 
 class Silence:
-    """Since when a client has been sent nothing."""
+    """The time since the client was last sent an event."""
 
     def __init__(self) -> None:
         self._since = monotonic()
 
     @property
     def long(self) -> bool:
-        """Whether a client is to be told that it waits."""
+        """Whether it is time for a keep-alive."""
         return monotonic() - self._since >= async_engine.IDLE_SECONDS
 
     def ended_by(self, event: bytes) -> bytes:
-        """An event, which is sent now."""
+        """Return an event that is sent now, and restart the timer."""
         self._since = monotonic()
         return event
 
 
 class EventStream(StreamingResponse):
-    """The events of a call, which ends with them. failed: what is sent of an error in the middle."""
+    """A streaming response with the events of a call. The call ends when the stream does.
+
+    Args:
+        failed: returns the event that reports an error during the stream.
+    """
 
     def __init__(
         self, call: EngineCall, events: AsyncGenerator[bytes, None], failed: Callable[[Refusal], bytes]
     ) -> None:
-        # proxies are asked not to collect them
+        # ask proxies not to buffer the events
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._call, self._events, self._failed = call, events, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends them, as ASGI has it."""
+        """Send the events, as ASGI requires."""
         with self._call, suppress(ClientGone):
             try:
                 await while_connected(receive, self._send_all(send))

@@ -1,4 +1,4 @@
-"""Texts and conversations as token ids, and back: /tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
+"""Tokenization over HTTP: /tokenize, /detokenize and /tokenizer_info, compatible with vLLM."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ IDLE_FIELDS = ("model", "add_generation_prompt", "continue_final_message", "tool
 
 
 async def tokenize(http: HttpRequest) -> Response:
-    """POST /tokenize: `prompt`, a raw text, or `messages`, as the chat API has them."""
+    """POST /tokenize: the token ids of `prompt`, a raw text, or of `messages`, as in the chat API."""
     return json_response(await read_body(http, _tokenized))
 
 
@@ -37,7 +37,7 @@ def _tokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:
 
 
 async def detokenize(http: HttpRequest) -> Response:
-    """POST /detokenize: `tokens`, token ids, special ones included."""
+    """POST /detokenize: the text of `tokens`, including special tokens."""
     return json_response(await read_body(http, _detokenized))
 
 

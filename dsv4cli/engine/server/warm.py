@@ -1,4 +1,4 @@
-"""An engine for many clients, which has made its first steps: the first client waits for no kernel."""
+"""An engine that serves many clients, warmed up so that the first client does not wait for kernels to compile."""
 
 import gc
 from dataclasses import dataclass
@@ -17,26 +17,29 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.system.device import free_memory
 from dsv4cli.engine.system.host_memory import host_memory
 
-# a prompt and its answer in tokens, any will do
+# lengths of the warm-up prompt and answer in tokens; the values are arbitrary
 PROMPT, ANSWER = 8, 8
-# of the free memory of a GPU, for the cache; steps take their part of the rest
+# the cache gets 1/2 of a GPU's free memory; the rest is for the activations of steps
 DEVICE_PART = 2
-# of that of the host, for what a GPU has no room for, or for the cache where a CPU computes
+# 1/8 of the free host memory is for the host tier of the prefix cache or, on a CPU, for the cache itself
 HOST_PART = 8
-# milliseconds between two tokens while prompts are prefilled. On a CPU small chunks cost too much: beside eight streams
-# nano prefills 8,075 tokens in 46 s with 400 ms, in 80 s with 200, in 16 s without a target (two busy cores)
+# Target for the inter-token latency while prompts are prefilled, in milliseconds. On a CPU small chunks cost too much:
+# with eight streams running, nano prefills 8,075 tokens in 46 s with 400 ms, in 80 s with 200 ms, in 16 s without a
+# target (two busy cores).
 GPU_STEP_MS, CPU_STEP_MS = 50.0, 400.0
-# the most that a CPU's cache takes by itself
+# bytes; the most that a CPU's cache uses by default
 CPU_BYTES = 10**9
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What clients share.
+    """How clients share the engine.
 
-    cache_memory: bytes of the device for prompts and answers, of those that run and kept for those that begin alike; as
-    much of the host's keeps more. None: half of what is free. step_ms: how much time there may be between two tokens of
-    an answer while prompts of others are read, 0 for as much as these take. None: `GPU_STEP_MS` or `CPU_STEP_MS`.
+    Attributes:
+        cache_memory: GPU memory of the KV and prefix caches in bytes; the prefix cache may use as much host memory in
+            addition. None: half of the free memory.
+        step_ms: target for the inter-token latency of running answers while other prompts are prefilled, in
+            milliseconds; 0 for no target. None: `GPU_STEP_MS` or `CPU_STEP_MS`.
     """
 
     cache_memory: int | None = None
@@ -52,7 +55,15 @@ def ready_engine(
     drafting: Drafting,
     on_preparing: OnPreparing,
 ) -> Engine:
-    """The engine; on_preparing: as `CompileWatch` has it, until it is ready. Raises UnsoundResult, NotEnoughMemory."""
+    """Create an engine, and run a short request so that the kernels are compiled.
+
+    Args:
+        on_preparing: callback for `CompileWatch`, in effect until the engine is ready.
+
+    Raises:
+        UnsoundResult: logits are not finite.
+        NotEnoughMemory: the engine or its first steps do not fit.
+    """
     context = context_of(model.config, limits)
     own, host = _memory(share, torch.device(device))
     capacity = Capacity(MAX_SLOTS, min(FEWEST_TOKENS, context), cache_memory=own, host_memory=host)
@@ -70,14 +81,19 @@ def ready_engine(
 
 
 def spare_what_is_there() -> None:
-    """What this process has made so far stays as long as it does: Python's collector, which looks at what there is
-    while answers wait, takes 0.13 s for all that a model and its libraries have made."""
+    """Exclude all existing objects from Python's garbage collector.
+
+    Collection pauses answers, and takes 0.13 s for the objects of a model and its libraries.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _memory(share: CacheOptions, device: torch.device) -> tuple[int, int]:
-    """Bytes of the device for the cache, and of host memory for what that has no room for."""
+    """Return the GPU memory for the caches, and the host memory for the prefix cache's host tier, in bytes.
+
+    On a CPU, the first is host memory and the second is 0.
+    """
     host = host_memory()
     spare = CPU_BYTES if host is None else host.free // HOST_PART
     if device.type != "cuda":

@@ -211,11 +211,11 @@ def test_a_rank_that_is_killed_ends_the_server():
 @pytest.mark.parametrize(
     ("arguments", "message", "remedy"),
     [
-        (["--host", "no.such.invalid"], "there is no address no.such.invalid", "--host 127.0.0.1"),
+        (["--host", "no.such.invalid"], "cannot resolve the address no.such.invalid", "--host 127.0.0.1"),
         (["--host", ""], "--host cannot be empty", "127.0.0.1"),
-        (["--host", "a..b"], "there is no address a..b", "--host 127.0.0.1"),
+        (["--host", "a..b"], "cannot resolve the address a..b", "--host 127.0.0.1"),
         (["--alias", "a", "--alias", " "], "--alias cannot be empty", "give a name"),
-        (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "a key a line"),
+        (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "one key per line"),
         (["--cache-memory", "much"], "'much' is not a size", "GB"),
         (["--think", "low"], 'release v4 has no thinking level "low"', "off, high, max"),
         (["--device", "gpu"], "--device cannot be 'gpu'", "cuda"),

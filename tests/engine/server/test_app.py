@@ -65,10 +65,10 @@ def test_health_and_version(nano):
 @pytest.mark.parametrize(
     ("method", "path", "status", "message"),
     [
-        ("GET", "/v1/nothing", 404, "there is nothing at this path; there are /v1/chat/completions, "),
-        ("GET", "/v1/chat/completions", 405, "this path takes POST"),
-        ("POST", "/health", 405, "this path takes GET or HEAD"),
-        ("PUT", "/version", 405, "this path takes GET or HEAD"),
+        ("GET", "/v1/nothing", 404, "no such path; the API is at /v1/chat/completions, "),
+        ("GET", "/v1/chat/completions", 405, "this path allows only POST"),
+        ("POST", "/health", 405, "this path allows only GET or HEAD"),
+        ("PUT", "/version", 405, "this path allows only GET or HEAD"),
     ],
 )
 def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, status, message):
@@ -76,7 +76,7 @@ def test_what_is_not_there_is_an_error_in_the_usual_shape(nano, method, path, st
     assert response.status == status
     assert json.loads(response.read())["error"]["message"].startswith(message)
     if status == 405:
-        assert message == f"this path takes {(response.getheader('allow') or '').replace(', ', ' or ')}"
+        assert message == f"this path allows only {(response.getheader('allow') or '').replace(', ', ' or ')}"
     # whoever reads the log finds the reason too
     assert comes(lambda: any(f"{method} {path} {status}, {message}" in line for line in nano.lines))
 
@@ -171,9 +171,9 @@ def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
     ("error", "status", "message"),
     [
         (UsageError("no room", "shorten it"), 400, "no room"),
-        (NotEnoughMemory("9 of 10 GB", "buy more"), 503, "the server has no memory for this request now"),
+        (NotEnoughMemory("9 of 10 GB", "buy more"), 503, "the server does not have enough memory for this request at the moment"),
         (UnsoundResult("logits are not finite", ""), 500, "logits are not finite"),
-        (ValueError("/home/me"), 500, "the server has failed; its log says why"),
+        (ValueError("/home/me"), 500, "internal server error; see the server's log"),
     ],
     ids=repr,
 )
@@ -194,7 +194,7 @@ def test_a_prompt_fits_the_cache_as_well_as_the_context(nano):
     service, room = nano.server.config.app.service, SimpleNamespace(room=100)
     assert replace(service, engine=room).context == 100
     assert replace(service, engine=SimpleNamespace(room=None)).context == 8192
-    with pytest.raises(Refusal, match="100 tokens, and the context has room for 99 and an answer"):
+    with pytest.raises(Refusal, match="100 tokens, and the context limit is 100 tokens, including the answer"):
         replace(service, engine=room).room([1] * 100)
 
 
@@ -385,7 +385,7 @@ def test_what_is_no_key_is_refused(tmp_path, content):
 
 def test_the_line_of_a_wrong_key_is_named(tmp_path):
     (tmp_path / "keys").write_text("first-key\n\nshort\n")
-    with pytest.raises(UsageError, match=r"line 3 of .*keys is no key"):
+    with pytest.raises(UsageError, match=r"line 3 of .*keys is not a key"):
         read_keys(tmp_path / "keys")
 
 

@@ -44,7 +44,7 @@ def test_a_client_that_does_not_read_ends_its_requests():
             took(call, requests[0], 1)
             assert {request for request, _ in ended} == {*requests}
             assert {outcome for _, outcome in ended} == {"cancelled"}
-            with pytest.raises(Refusal, match="not read in time") as error:
+            with pytest.raises(Refusal, match="did not read the answer in time") as error:
                 await call.updates()
             assert error.value.status == 408
         assert call.broken_off
@@ -80,7 +80,7 @@ def test_a_client_that_does_not_read_strands_nobody():
                 last = [Update(one, 2.0, tokens[:1], ended=True) for one in (slow, other)]
                 engine._hand_out(last)
                 assert await other_call.updates() == last[1:]
-                with pytest.raises(Refusal, match="not read in time"):
+                with pytest.raises(Refusal, match="did not read the answer in time"):
                     await slow_call.updates()
             assert not engine._calls
 
@@ -105,7 +105,7 @@ def test_a_server_goes_on_where_steps_cannot_be_prepared_in_advance():
         assert len(tries) == 1
 
     asyncio.run(run())
-    assert lines == ["steps are no longer prepared in advance: the GPU ran out of memory; lower --cache-memory"]
+    assert lines == ["steps will be prepared on demand, not in advance: the GPU ran out of memory; lower --cache-memory"]
 
 
 def test_several_ranks_end_where_one_cannot_prepare_a_step():
@@ -151,7 +151,7 @@ def test_health_says_that_a_step_hangs_and_not_that_it_compiles(nano, monkeypatc
     assert nano.get("/health")[0] == 200
     monkeypatch.setattr(async_engine, "HUNG_SECONDS", 0.0)
     status, document = nano.get("/health")
-    assert (status, document["error"]["message"]) == (503, "the engine hangs: its step has run for 0 s")
+    assert (status, document["error"]["message"]) == (503, "the engine hangs: its current step has run for 0 s")
     preparing = nano.engine.runner.preparing
     monkeypatch.setattr(preparing, "_reported", True)
     assert nano.get("/health")[0] == 200

@@ -271,7 +271,7 @@ def test_a_full_queue_is_said(small):
     body = asking("go on", n=64, max_tokens=1)
     status, document = small.post("/v1/chat/completions", body)
     assert status == 503
-    assert "the queue is full: 1 requests run or wait" in document["error"]["message"]
+    assert "the queue is full: 1 requests are running or waiting" in document["error"]["message"]
     assert small.post("/v1/messages", {"messages": body["messages"], "max_tokens": 1})[0] == 200
     client.close()
     assert comes(small.at_rest)
@@ -330,9 +330,9 @@ def test_answers_that_are_broken_off_at_the_end_are_told_so():
     (stream, *_), (document, *_) = both = sorted(found)
     assert (stream, document) == (200, 503)
     for _, kind, content in both:
-        assert b"the server has ended before the answer did" in content, kind
+        assert b"the server shut down before the answer was complete" in content, kind
     assert both[0][2].endswith(b"data: [DONE]\n\n")
-    assert all("the server has ended before the answer did" in line for line in server.lines[-3:])
+    assert all("the server shut down before the answer was complete" in line for line in server.lines[-3:])
 
 
 @pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (0.2, 1), (30, 30)])
@@ -347,7 +347,7 @@ def test_who_listens_first_has_the_port():
         first.bind(("127.0.0.1", 0))
         second.bind(first.getsockname())
         first.listen()
-        with pytest.raises(UsageError, match=f"port {first.getsockname()[1]} of 127.0.0.1 cannot be taken"):
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1, port {first.getsockname()[1]}: "):
             asyncio.run(HttpServer(None, LIMITS, 0, lambda: None).serve([second]))
 
 
@@ -356,7 +356,7 @@ def test_an_engine_that_cannot_go_on_is_said(monkeypatch):
         assert server.get("/health")[0] == 200
         monkeypatch.setattr(server.engine, "step", lambda: 1 / 0)
         status, document = server.post("/v1/chat/completions", asking("go on"))
-        assert (status, document["error"]["message"]) == (500, "the server has failed; its log says why")
+        assert (status, document["error"]["message"]) == (500, "internal server error; see the server's log")
         assert isinstance(server.asked.failure.result(), ZeroDivisionError)
         assert server.get("/health")[0] == 503
         status, document = server.post("/v1/chat/completions", asking("go on"))
@@ -375,12 +375,12 @@ def test_an_address_is_taken_before_the_model_is_loaded():
     with bound_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert url_of(taken) == f"http://127.0.0.1:{port}"
-        with pytest.raises(UsageError, match=f"port {port} of 127.0.0.1 cannot be taken"):
+        with pytest.raises(UsageError, match=f"cannot listen on 127.0.0.1, port {port}: "):
             bound_socket("127.0.0.1", port)
-    with pytest.raises(UsageError, match="there is no address"):
+    with pytest.raises(UsageError, match="cannot resolve the address"):
         bound_socket("no.such.host.invalid", 0)
     with pytest.raises(
-        UsageError, match=r"192\.0\.2\.1 is no address of this machine"
+        UsageError, match=r"192\.0\.2\.1 is not an address of this machine"
     ) as error:  # of no machine: RFC 5737
         bound_socket("192.0.2.1", 0)
     assert "--host 127.0.0.1" in error.value.remedy

@@ -45,7 +45,7 @@ def test_a_prompt_is_counted_up_to_a_bound(nano, monkeypatch, place):
     seen, encoded = [], tokenizer._encoded
     monkeypatch.setattr(tokenizer, "_encoded", lambda backend, text: seen.append(text) or encoded(backend, text))
     refused(
-        nano, path, body("a " * 80_000), "the prompt has more than 16,384 tokens, and the context has room for 8,191"
+        nano, path, body("a " * 80_000), "the prompt has more than 16,384 tokens, and the context limit is 8,192"
     )
     assert sum(map(len, seen)) < 70_000
 
@@ -62,11 +62,11 @@ def test_a_body_that_cannot_fit_is_not_read_as_json(nano, monkeypatch, place):
     path, body = PLACES[place]
     monkeypatch.setattr(incoming, "BESIDE_PROMPTS", -incoming.MOST_BODY)
     monkeypatch.setattr(incoming, "_object", lambda _: 1 / 0)
-    refused(nano, path, body("a " * 1000), "more than a prompt of 8,192 tokens has: leave out")
+    refused(nano, path, body("a " * 1000), "more than any prompt of 8,192 tokens: remove")
 
 
 def test_a_prompt_that_is_somewhat_too_long_is_refused_with_its_length(nano):
-    refused(nano, "/v1/completions", {"prompt": "a " * 8200}, "the prompt has 8,201 tokens, and the context has room")
+    refused(nano, "/v1/completions", {"prompt": "a " * 8200}, "the prompt has 8,201 tokens, and the context limit is")
     assert nano.post("/tokenize", {"prompt": "a " * 8200})[1]["count"] == 8201
 
 
