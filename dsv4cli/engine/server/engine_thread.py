@@ -121,7 +121,7 @@ class EngineThread:
             if self._engine.followers is not None:
                 raise
             self._prepares = False  # from now on, prepare on demand only
-            self._say(f"steps will be prepared on demand, not in advance: {error.message}; {error.remedy}")
+            self._say(f"steps are prepared on demand from now on: {error.message}; {error.remedy}")
             return False
 
     def _tell_pinning(self) -> None:

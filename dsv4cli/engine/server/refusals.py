@@ -73,7 +73,7 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, UsageError):
         return Refusal(400, error.message)
     if isinstance(error, NotEnoughMemory):
-        return Refusal(503, "the server does not have enough memory for this request at the moment")
+        return Refusal(503, "the server has no memory left for this request; try again later")
     if isinstance(error, Dsv4Error):
         return Refusal(500, error.message)
     return Refusal(500, "internal server error; see the server's log")

@@ -171,7 +171,11 @@ def test_an_answer_that_ends_with_a_stop_text_is_finished(nano, path, prompt):
     ("error", "status", "message"),
     [
         (UsageError("no room", "shorten it"), 400, "no room"),
-        (NotEnoughMemory("9 of 10 GB", "buy more"), 503, "the server does not have enough memory for this request at the moment"),
+        (
+            NotEnoughMemory("9 of 10 GB", "buy more"),
+            503,
+            "the server has no memory left for this request; try again later",
+        ),
         (UnsoundResult("logits are not finite", ""), 500, "logits are not finite"),
         (ValueError("/home/me"), 500, "internal server error; see the server's log"),
     ],

@@ -105,7 +105,7 @@ def test_a_server_goes_on_where_steps_cannot_be_prepared_in_advance():
         assert len(tries) == 1
 
     asyncio.run(run())
-    assert lines == ["steps will be prepared on demand, not in advance: the GPU ran out of memory; lower --cache-memory"]
+    assert lines == ["steps are prepared on demand from now on: the GPU ran out of memory; lower --cache-memory"]
 
 
 def test_several_ranks_end_where_one_cannot_prepare_a_step():

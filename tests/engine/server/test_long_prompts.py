@@ -44,9 +44,7 @@ def test_a_prompt_is_counted_up_to_a_bound(nano, monkeypatch, place):
     path, body = PLACES[place]
     seen, encoded = [], tokenizer._encoded
     monkeypatch.setattr(tokenizer, "_encoded", lambda backend, text: seen.append(text) or encoded(backend, text))
-    refused(
-        nano, path, body("a " * 80_000), "the prompt has more than 16,384 tokens, and the context limit is 8,192"
-    )
+    refused(nano, path, body("a " * 80_000), "the prompt has more than 16,384 tokens, and the context limit is 8,192")
     assert sum(map(len, seen)) < 70_000
 
 
