@@ -8,6 +8,7 @@ import torch
 import dsv4cli.kernels.block_scale
 from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round, fp8_codes, fp8_round, hadamard, ref
 from dsv4cli.kernels.block_scale.ref import block_scale
+from tests.support.slow import slow
 
 # magnitudes by code, as the formats define them: 4 exponent and 3 mantissa bits (bias 7), 2 and 1 (bias 1)
 E4M3 = [(m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for e in range(16) for m in range(8)][:127]
@@ -144,7 +145,7 @@ def test_fp8_codes_times_scales_are_the_rounded_values(shape, block, dtype):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("values", [every_bf16, every_exponent])
+@pytest.mark.parametrize("values", [every_bf16, *slow(every_exponent)])
 def test_fp8_codes_are_those_of_the_reference(values):
     x = values()
     for codes, wanted in zip(fp8_codes(x, 128), ref.fp8_codes(x, 128), strict=True):
@@ -163,7 +164,7 @@ def test_fp4_codes_stand_for_the_rounded_values(shape, dtype):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("values", [every_bf16, every_exponent])
+@pytest.mark.parametrize("values", [every_bf16, *slow(every_exponent)])
 def test_fp4_codes_are_those_of_the_reference(values):
     x = values()
     (codes, scale), (wanted, wanted_scale) = fp4_codes(x, 32), ref.fp4_codes(x, 32)

@@ -20,6 +20,7 @@ from dsv4cli.kernels.gemm.kernel import tiled_fp8
 from dsv4cli.kernels.hyper_connections import kernel as hyper_connections
 from dsv4cli.kernels.indexer import kernel as indexer
 from dsv4cli.kernels.routing import kernel as routing
+from tests.support.slow import slow
 
 GPU = torch.device("cuda", 0)
 
@@ -111,14 +112,14 @@ def compiled(which: str, *archs: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output_of(*words, TRITON_INTERPRET=None).splitlines()]
 
 
-@pytest.mark.parametrize("archs", [(86, 90), pytest.param((89, 90, 120), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("archs", [(86,), *slow((86, 90), (89, 90, 120))], ids=str)
 def test_what_a_prompt_takes_the_most_shared_memory_for_fits_every_card(archs):
     rows = compiled("prompt", *archs)
     taken = {(row["kernel"].split(".")[0], row["arch"]): row.get("shared", row.get("error")) for row in rows}
     assert len(taken) == len(rows) == 3 * len(archs)
     assert [key for key, shared in taken.items() if shared > CARDS[key[1]].shared << 10] == []
-    # beyond what an RTX 4090 has: the H200 keeps what was measured there
-    assert min(taken[name, 90] for name in ("experts", "hyper_connections", "routing")) > RTX4090.shared << 10
+    if 90 in archs:  # beyond what an RTX 4090 has: the H200 keeps what was measured there
+        assert min(taken[name, 90] for name in ("experts", "hyper_connections", "routing")) > RTX4090.shared << 10
 
 
 @pytest.mark.slow  # twenty minutes on one core, seconds once Triton has compiled them

@@ -175,7 +175,10 @@ FAMILIES |= {
     for count, one in ((40, True), (41, False))
 }
 # more than a second in the interpreter
-SLOW = ("mixture", "attention 40", "attention 140", "attention 270", "connect_post_pre", "indexer 40")
+SLOW = (
+    "linears", "normed_linears", "mixture", "attention 40", "attention 140", "attention 270", "connect_post_pre",
+    "indexer 40", "indexer 41",
+)  # fmt: skip
 # too large for the interpreter: lists in parts, more than are ranked, prefiltered, more than these
 LARGE = {f"attention {length}": lambda large, length=length: attend(large, length) for length in (640, 1152, 8320)}
 LARGE |= {

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.expert_cache import ExpertCache, fetch
+from tests.support.slow import slow_rows
 
 # shape and dtype of each matrix of an expert
 E2M1, E8M0, BF16 = torch.int8, torch.float8_e8m0fnu, torch.bfloat16
@@ -99,7 +100,13 @@ class Case:
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("experts", "stays", "slots", "k", "tokens"),
-    [(6, 0, 2, 2, 1), (7, 3, 2, 3, 1), (9, 2, 3, 2, 2), (5, 0, 1, 1, 1), (33, 16, 6, 6, 1), (40, 5, 20, 6, 3)],
+    [
+        (6, 0, 2, 2, 1),
+        (7, 3, 2, 3, 1),
+        (9, 2, 3, 2, 2),
+        (5, 0, 1, 1, 1),
+        *slow_rows((33, 16, 6, 6, 1), (40, 5, 20, 6, 3)),
+    ],
 )
 def test_the_longest_unused_makes_room(experts, stays, slots, k, tokens):
     case = Case(experts, stays, slots)

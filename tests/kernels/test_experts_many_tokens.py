@@ -13,6 +13,7 @@ pytest.importorskip("triton")  # what is tested here is Triton's only
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.experts import kernel as experts_kernel
 from dsv4cli.kernels.experts.kernel import hopper, many_tokens, sort_by_expert
+from tests.support.slow import slow, slow_rows
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -84,10 +85,10 @@ def assert_like_reference(x, weights, experts, routing, limit=7.0, round_inputs=
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(("stored", "dtype", "hidden", "inner", "round_inputs"), [
-    (fp4, BF16, 256, 128, True), (fp4, BF16, 160, 96, False), (fp4, FP32, 256, 128, False),
-    (fp8, BF16, 256, 128, True), (fp8, BF16, 200, 136, False), (fp8, FP32, 136, 72, False),
-    (bf16, BF16, 200, 136, False), (bf16, FP32, 136, 72, False), (fp32, BF16, 136, 72, False),
-    (fp32, FP32, 200, 136, False),
+    (fp4, BF16, 256, 128, True), (fp4, BF16, 160, 96, False), (fp8, BF16, 256, 128, True),
+    (fp8, BF16, 200, 136, False), (bf16, BF16, 200, 136, False), (fp32, FP32, 200, 136, False),
+    *slow_rows((fp4, FP32, 256, 128, False), (fp8, FP32, 136, 72, False), (bf16, FP32, 136, 72, False),
+               (fp32, BF16, 136, 72, False)),
 ])  # fmt: skip
 def test_every_format(stored, dtype, hidden, inner, round_inputs):
     x = torch.randn(5, hidden + 8).to(dtype)[:, 8:]
@@ -158,7 +159,7 @@ def test_sum_is_in_the_order_of_experts(tokens, chosen, width):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dtype", [BF16, *slow(FP32)])
 def test_a_mixture_is_its_parts_added_in_fp32(dtype):
     weights, x, chosen = stacked(bf16, 3, 128, 128), torch.randn(3, 128).bfloat16(), routed(3, 3, 2)
     shared = ExpertWeights(*(part[0] for part in (*fp8(1, 128, 128), *fp8(1, 128, 128), *fp8(1, 128, 128))))

@@ -7,9 +7,10 @@ from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import fp8_round
 from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts, shared_expert
 from dsv4cli.kernels.rows import ROWS_ALIKE
+from tests.support.slow import slow
 
 # each way of the Triton linears: one row, few, as many as fill tiles, and so many that FP8 tensor cores multiply
-ROWS = [1, 17, 70, pytest.param(513, marks=pytest.mark.slow)]
+ROWS = [1, 17, *slow(70, 513)]
 
 
 def stored(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +66,7 @@ def test_groups_and_several_at_once(rows):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tokens", [1, 70])
+@pytest.mark.parametrize("tokens", [1, *slow(70)])
 def test_experts(tokens):
     w1, w2, w3 = stored(2, 128, 128), stored(2, 128, 128), stored(2, 128, 128)
     weights = ExpertWeights(*w1, *w2, *w3)

@@ -8,6 +8,7 @@ from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, normed_linears, rounded_linear
 from tests.kernels.rounding import FP32, assert_rounded_once
+from tests.support.slow import slow
 
 # tokens, inputs, outputs: none, one, primes, one more than a tile; columns for several programs; tokens for wide tiles,
 # for the widest of few rows, for many
@@ -136,7 +137,7 @@ def test_grouped_linear(tokens, groups, rows, form):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 17, pytest.param(65, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 17, *slow(2, 65)])
 def test_linears_are_the_single_ones(tokens):
     x = inputs(tokens, 256).bfloat16()
     rounded = [weights("fp8", 66, 256), weights("fp8", 5, 256)]

@@ -8,6 +8,7 @@ from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.gemm import grouped_linear, linears, normed_linears
 from dsv4cli.kernels.rows import exact_rows
 from tests.kernels.test_gemm import exactly, inputs, weights
+from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
 # the first row of a step and how many there are
@@ -32,7 +33,7 @@ def tiled(monkeypatch):
     return tile
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 5, *slow(2)])
 # a program takes rows once or thrice, the last of them beyond the matrix; asks for all ahead or a part
 @pytest.mark.parametrize(("columns", "tiles"), [(512, (2, 2, 1, 0)), (384, (1, 5, 3, 0)), (256, (2, 1, 3, 0))])
 def test_all_kinds_of_weights(tokens, columns, tiles, tiled):
@@ -78,7 +79,9 @@ def test_registers_leave_room_for_the_programs_that_run_at_once(numbers, columns
     from dsv4cli.kernels.gemm.kernel.dequant import Product
     from dsv4cli.kernels.gemm.kernel.few_rows import few_rows_tiles
 
-    products = [Product(*weights("fp8", rows, columns), True, torch.bfloat16) for rows in numbers]
+    scale = torch.empty(1, 1, dtype=torch.float8_e8m0fnu)
+    coded = [torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta") for rows in numbers]
+    products = [Product(weight, scale, True, torch.bfloat16) for weight in coded]
     assert few_rows_tiles(torch.empty(2, 1, columns), products).registers == registers
 
 

@@ -10,6 +10,7 @@ from dsv4cli.kernels.hyper_connections import Connection, connect_head, connect_
 from dsv4cli.kernels.norm.ref import rms_norm
 from dsv4cli.kernels.workspace import Workspace
 from tests.kernels.rounding import FP32, assert_rounded_once
+from tests.support.slow import slow, slow_rows
 
 # mixes before scale and base, and what becomes of them (scales 1, bases 0)
 MIX = [0.3, -1.2, 0.8, 0.1, 0.5, -0.4, 1.5, -2, 1, -1, 0.5, 0, 2, 0, -2, 1, -0.5, 0.25, 0.75, -1, 0, 3, -3, 1]
@@ -72,7 +73,7 @@ def parameters(count: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torc
 
 # the real eps hides behind fp32 (invisible in logits), a large one shows each place where it stands
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("iterations", "hc_eps"), [(20, 1e-6), (3, 0.05), (1, 0.05)])
+@pytest.mark.parametrize(("iterations", "hc_eps"), [(20, 1e-6), *slow_rows((3, 0.05)), (1, 0.05)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_connect_pre(shape, iterations, hc_eps):
     tokens, count, width = shape
@@ -203,7 +204,7 @@ def tile(request, triton_backend, monkeypatch):
 
 
 @pytest.mark.usefixtures("tile")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 def test_each_way_to_tile(dtype):
     for count in (1, 3):
         test_connect_step((count, 2, 70, dtype))

@@ -82,10 +82,10 @@ def test_a_prompt_compiles_one_kernel():
 def test_a_step_of_sublayers_takes_them(triton_backend, monkeypatch):
     """And a connection without a sublayer's output takes the Triton kernel."""
     x, streams, post, comb = (
-        torch.randn(40, 32).bfloat16(),
-        torch.randn(40, 4, 32).bfloat16(),
-        torch.rand(40, 4),
-        torch.rand(40, 4, 4),
+        torch.randn(5, 32).bfloat16(),
+        torch.randn(5, 4, 32).bfloat16(),
+        torch.rand(5, 4),
+        torch.rand(5, 4, 4),
     )
     connection = Connection(torch.randn(24, 128), torch.rand(3), torch.randn(24), 2, 1e-6, 1e-6)
     given, inputs = [], (x, streams, post, comb)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from dsv4cli.kernels.block_scale import fp4_codes, fp4_round
 from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList, best_entries, ref
+from tests.support.slow import slow_rows
 
 
 @pytest.fixture
@@ -39,11 +40,8 @@ KEYS = {
 @pytest.mark.parametrize(
     ("kind", "visible"),
     [
-        ("of every size", (2111, 1999)), ("few higher", (2111, 1999)), ("equal", (0, 1025)),
-        *(
-            pytest.param(kind, visible, marks=pytest.mark.slow)
-            for kind in KEYS for visible in ((2111, 1025), (2049, 2048), (1999, 70))
-        ),
+        ("of every size", (2111, 1999)), ("equal", (0, 1025)), *slow_rows(("few higher", (2111, 1999))),
+        *slow_rows(*((kind, visible) for kind in KEYS for visible in ((2111, 1025), (2049, 2048), (1999, 70)))),
     ],
     ids=str,
 )  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.kernels.routing import ref, route, route_by_id
 from tests.kernels.rounding import FP32
+from tests.support.slow import slow
 
 # of a score, as a part of it: exp, log1p and the root, each right to a few units of the last place
 SCORE = 16 * FP32
@@ -85,7 +86,7 @@ def test_a_hash_layer_of_many_tokens_computes_all_logits(tokens, monkeypatch):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, 19])
+@pytest.mark.parametrize("tokens", [1, 5, *slow(19)])
 def test_rows_get_the_experts_of_others(tokens, gathered, monkeypatch):
     """Bit for bit."""
     monkeypatch.setattr("dsv4cli.kernels.routing.kernel.GATHERED_TOKENS", 64 if gathered else 0)

@@ -9,9 +9,10 @@ import torch
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.sampling import chance_of, draw, draw_nucleus, greedy, limit_of, logsumexp, noise, ref
 from tests.kernels.rounding import assert_rounded_once
+from tests.support.slow import slow, slow_rows
 
 # rows, vocabulary; the last is that of the model, in more than a hundred parts
-SHAPES = [(0, 7), (1, 1), (3, 7), (5, 1024), (2, 1025), (2, 5003), (1, 129_280)]
+SHAPES = [(0, 7), (1, 1), (3, 7), (5, 1024), (2, 1025), (2, 5003), *slow((1, 129_280))]
 
 
 def every(rows: int, number: float) -> torch.Tensor:
@@ -54,7 +55,8 @@ def slow_nucleus(weights: list[int], top_p: float) -> list[bool]:
 # chances in units, ties among them; how many units are asked for: between the edges, and at edges that fp32 misses by
 # its last bits in one direction or the other
 NUCLEI = [
-    ([16, 16], [1, 16]), ([32], [31]), ([4, 16, 6, 6], [16, 19, 28]), ([1] * 5, [2, 3]), ([3, 3, 1, 1, 1, 1], [6, 7]),
+    ([16, 16], [1, 16]), ([32], [31]), ([3, 3, 1, 1, 1, 1], [6, 7]),
+    *slow_rows(([4, 16, 6, 6], [16, 19, 28]), ([1] * 5, [2, 3])),
     *(pytest.param(weights, range(1, 32), marks=pytest.mark.slow)
       for weights in ([8, 4, 4, 4, 2, 2, 4, 4], [2, 6, 12, 6, 6], [7, 1, 7, 1, 7, 3, 3, 3])),
     pytest.param([8] * 4, [7, 8, 13, 16, 19, 24, 25], marks=pytest.mark.slow),

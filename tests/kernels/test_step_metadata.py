@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.step_metadata import Chunks, Layout, ref, step_metadata
+from tests.support.slow import slow_rows
 
 BLOCK = 128
 # window, rows of a ring beside it, slots
@@ -152,7 +153,7 @@ def test_places_are_those_of_the_definition(name, fewest):
 
 
 @pytest.mark.usefixtures("few_programs")
-@pytest.mark.parametrize(("of_4", "of_128"), [(0, 0), (0, 3), (3, 0), (7, 40)])
+@pytest.mark.parametrize(("of_4", "of_128"), [(0, 0), (7, 40), *slow_rows((0, 3), (3, 0))])
 def test_groups_that_are_too_many_are_the_last_ones(of_4, of_128):
     """Behind its own, so that they complete nothing and keep no rows; sequences without tokens have none."""
     chunks, layout = step([(130, 9), (0, 5), (0, 0), (0, 0), (0, 30)], False)
