@@ -1,1 +1,1 @@
-"""How long the model's parts take on this machine: single operations (`kernels`) and whole steps (`step`)."""
+"""Profiling: how long single operations (`kernels`) and whole steps (`step`) take on this machine."""

@@ -1,4 +1,4 @@
-"""How far an operation may be from its reference in fp32 on the same inputs, and why."""
+"""Error bounds: how far an operation may deviate from its fp32 reference on the same inputs, and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,29 +8,32 @@ import torch
 
 @dataclass(frozen=True)
 class Bound:
-    """limit: of the relative L2 error; 0 means equal, bit for bit."""
+    """A limit on the relative L2 error, and the reason for its value. A limit of 0 means bit-exact."""
 
     limit: float
     reason: str
 
 
-EXACT = Bound(0.0, "codes or indices: equal")
-FP32 = Bound(1e-5, "fp32 sums in another order; TF32 would be off by 5e-4")
-ONE_ROUNDING = Bound(2**-8, "one rounding to bf16 is at most 2^-9 of each value; the rest is the order of sums")
+EXACT = Bound(0.0, "codes and indices must be equal")
+FP32 = Bound(1e-5, "fp32 sums in a different order; TF32 would deviate by 5e-4")
+ONE_ROUNDING = Bound(2**-8, "one rounding to bf16: at most 2^-9 of each value; the rest is summation order")
 FOUR_ROUNDINGS = Bound(2**-7, "four roundings to bf16, each at most 2^-9 of the value")
 ATTENTION = Bound(2**-7, "probabilities and output are rounded to bf16, each at most 2^-9 of the value")
-ENTRIES = Bound(2**-4, "a value at the edge of two codes falls either way, a third apart in e2m1: one in a hundred")
-ROTATIONS = Bound(2**-21, "indices: equal; sines and cosines of the same fp32 angles: two units of the last bit each")
-NOISE = Bound(2**-23, "logarithms in fp64, rounded once to fp32: a unit of the last bit")
-SCORES = Bound(2**-6, "each head's product is rounded twice, and heads of both signs cancel")
-# measured 0.007 to 0.021 at the shapes of tiny, nano and Flash
-EXPERTS = Bound(2**-5, "inputs of w2 at the edge of two e4m3 codes, an eighth apart, fall either way: one in thirty")
+ENTRIES = Bound(2**-4, "1 % of values are near the midpoint of two e2m1 codes, a third apart, and round either way")
+ROTATIONS = Bound(2**-21, "indices must be equal; sines and cosines of the same fp32 angles may differ by 2 ulp each")
+NOISE = Bound(2**-23, "fp64 logarithms, rounded once to fp32: 1 ulp")
+SCORES = Bound(2**-6, "each head's product is rounded twice, and heads of opposite signs cancel")
+# measured: 0.007 to 0.021 at the shapes of tiny, nano and Flash
+EXPERTS = Bound(
+    2**-5, "3 % of w2 inputs are near the midpoint of two e4m3 codes, an eighth apart, and round either way"
+)
 
 
 def deviation(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], bound: Bound) -> float:
-    """The largest relative L2 error of the outputs; where they must be equal, as integers always must, 0 or infinity.
+    """Return the largest relative L2 error of the outputs.
 
-    NaN stays NaN.
+    Outputs that must be equal (integers, or a limit of 0) count as 0 if they are and as infinity if not. An output that
+    is not finite counts as infinity.
     """
     assert len(actual) == len(expected)
     return max((_one(ours, theirs, bound) for ours, theirs in zip(actual, expected, strict=True)), default=0.0)

@@ -1,4 +1,4 @@
-"""What one operation needs to be measured: its inputs, the call as the engine makes it, its reference."""
+"""A benchmark case: the inputs of one operation, the call as the engine makes it, and its reference."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from dsv4cli.engine.profiling.bounds import Bound
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 
 Tensors = tuple[torch.Tensor, ...]
-Operation = Callable[..., Any]  # a tensor, or a tuple of tensors and None
+Operation = Callable[..., Any]  # returns a tensor, or a tuple of tensors and None
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """A library's own operator for the same work; prepare makes its inputs of the operation's arguments, untimed."""
+    """A library's operator for the same work. `prepare` converts the operation's arguments, untimed."""
 
     name: str
     prepare: Callable[..., tuple[Any, ...]]
@@ -24,12 +24,15 @@ class Competitor:
 
 @dataclass(frozen=True)
 class Work:
-    """One operation with its inputs on the device.
+    """An operation with its inputs on the device.
 
-    arguments: tensors, or None where a format has no scale; run and reference take them in this order. read: the bytes
-    of them that the operation needs, all where None; written: the bytes that an operation on memory stores, None for
-    one that leaves its arguments alone. compared: of the outputs, what must agree with the reference.
-    rival: what else could be called, to be timed beside it.
+    Attributes:
+        arguments: tensors, or None where a format has no scale. `run` and `reference` accept them in this order.
+        flops: FLOP of one call.
+        read: bytes of the arguments that one call reads; None for all of them.
+        written: bytes that an in-place operation writes; None if it does not change its arguments.
+        compared: selects the outputs that must match the reference.
+        rival: another library's operator to time for comparison.
     """
 
     arguments: tuple[torch.Tensor | None, ...]
@@ -44,10 +47,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Case:
-    """An operation before anything is allocated.
+    """A benchmark case before anything is allocated.
 
-    shape: in words. needs: bytes of its inputs; cost: FLOP, roughly, which also says whether a CPU takes it. quantised:
-    weights in FP8 or FP4. exact: the reference is taken in the operation's own dtype instead of fp32.
+    Attributes:
+        shape: description of the shape for the report.
+        needs: bytes of its inputs.
+        cost: approximate FLOP; also decides whether it is small enough for a CPU.
+        quantised: weights are FP8 or FP4.
+        exact: compute the reference in the operation's own dtype instead of fp32.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Indexer and attention over the cache, as cases to measure."""
+"""Benchmark cases: indexer and attention over the KV cache."""
 
 from collections.abc import Iterator
 
@@ -48,7 +48,7 @@ def _scores(bench: BenchmarkInputs) -> Case:
 
 
 def _best(bench: BenchmarkInputs) -> Case:
-    """Scores and lists of the best, as the model asks for them."""
+    """Return the case of indexer scores and top-k in one call, as the model makes it."""
     config, tokens, entries = bench.config, bench.tokens, bench.visible(CSA)
     heads, topk = config.index_n_heads, config.index_topk
     flops = 2 * tokens * heads * config.index_head_dim * entries
@@ -56,7 +56,7 @@ def _best(bench: BenchmarkInputs) -> Case:
     def build(bench: BenchmarkInputs) -> Work:
         batch = bench.batch
         q, *stored = _queries_and_keys(bench)
-        # a sum of FP4 values' products does not depend on its order
+        # with weights of 1, sums of FP4 products are exact in any order
         inputs = (q, torch.ones_like(q[..., 0]), *stored, batch.window_index, batch.window_columns)
 
         def through(operation: Operation) -> Operation:
@@ -72,13 +72,13 @@ def _best(bench: BenchmarkInputs) -> Case:
 
 
 def _keys(bench: BenchmarkInputs) -> int:
-    """Bytes of the keys of all entries."""
+    """Return the size of all indexer keys in bytes."""
     width = bench.config.index_head_dim
     return bench.cells(CSA) * (width // 2 + width // FP4_BLOCK)
 
 
 def _queries_and_keys(bench: BenchmarkInputs) -> Tensors:
-    """Queries and keys as the model has them, both rounded to FP4, and where the keys lie."""
+    """Return indexer queries and keys, both rounded to FP4 as in the model, and the index of the keys in the cache."""
     step, heads, width = bench.batch.entries[CSA], bench.config.index_n_heads, bench.config.index_head_dim
     q = block_scale_ref.fp4_round(bench.randn(bench.tokens, heads, width), FP4_BLOCK)
     keys, scale = block_scale_ref.fp4_codes(bench.randn(bench.cells(CSA), width), FP4_BLOCK)
@@ -86,7 +86,7 @@ def _queries_and_keys(bench: BenchmarkInputs) -> Tensors:
 
 
 def _choice(bench: BenchmarkInputs) -> Work:
-    """The numbers of the best entries, which is what torch.topk finds."""
+    """Return the top-k of entry numbers, which `torch.topk` computes too."""
     k = min(bench.config.index_topk, bench.visible(CSA))
 
     def through(choose: Operation) -> Operation:
@@ -103,10 +103,10 @@ def _choice(bench: BenchmarkInputs) -> Work:
 
 
 def _choice_as_lists(bench: BenchmarkInputs) -> Work:
-    """The cells of the best entries behind the window's rows, as the model chooses them."""
+    """Return the top-k as lists for attention: the window's rows, then the cells of the best entries."""
     topk, rows = bench.config.index_topk, bench.batch.window_rows
     scores, visible, *listing = _to_choose_from(bench)
-    # of the table, one cell for each entry that is listed
+    # bytes read from the table: one cell per listed entry
     found = bench.tokens * min(topk, bench.visible(CSA)) * listing[0].element_size()
     read = sum(tensor.nbytes for tensor in (scores, visible, *listing[1:])) + found
 
@@ -120,19 +120,19 @@ def _choice_as_lists(bench: BenchmarkInputs) -> Work:
 
 
 def _to_choose_from(bench: BenchmarkInputs) -> Tensors:
-    """Random scores, and where entries and the window's rows lie: what `choose_entries` takes, but for its numbers."""
+    """Return random scores and the positions of entries and window rows: the tensor arguments of `choose_entries`."""
     batch, step = bench.batch, bench.batch.entries[CSA]
     scores = bench.randn(bench.tokens, step.table.shape[1])
     return scores, step.visible, step.table, batch.sequence, batch.window_index, batch.window_columns
 
 
 def _in_order(outputs: Tensors) -> Tensors:
-    """Rows of indices sorted: the chosen come in any order."""
+    """Sort each row of indices, because top-k returns them in any order."""
     return tuple(rows.sort(-1).values for rows in outputs)
 
 
 def _finite(outputs: Tensors) -> Tensors:
-    """Scores with 0 for entries that are not seen, which have none."""
+    """Replace the -inf scores of entries that are not visible with 0."""
     return tuple(scores.masked_fill(scores == float("-inf"), 0.0) for scores in outputs)
 
 
@@ -146,7 +146,7 @@ def attentions(bench: BenchmarkInputs) -> Iterator[Case]:
         rows = config.sliding_window + entries
         flops = 4 * tokens * config.num_attention_heads * config.head_dim * rows
         needs = 2 * config.head_dim * (2 * tokens * config.num_attention_heads + (bench.cells(ratio) if ratio else 0))
-        needs += 2 * tokens * bench.visible(CSA) if ratio == CSA else 0  # the scores that its lists are chosen by
+        needs += 2 * tokens * bench.visible(CSA) if ratio == CSA else 0  # the scores that its top-k uses
 
         def build(bench: BenchmarkInputs, ratio: int = ratio) -> Work:
             return _attend(bench, ratio)
@@ -178,7 +178,7 @@ def _attend(bench: BenchmarkInputs, ratio: int) -> Work:
 
 
 def _chosen(bench: BenchmarkInputs) -> torch.Tensor:
-    """The lists of a CSA layer whose indexer has chosen entries at random."""
+    """Return a CSA layer's attention lists for random indexer scores."""
     scores, visible, table, sequence, index, columns = _to_choose_from(bench)
     topk, rows = bench.config.index_topk, bench.batch.window_rows
     entries, window = IndexEntries(table, sequence, visible), WindowList(index, columns, rows)

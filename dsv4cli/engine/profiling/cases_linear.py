@@ -1,4 +1,4 @@
-"""The linears over stored weights, as cases to measure."""
+"""Benchmark cases: the linears over stored weights."""
 
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -14,7 +14,7 @@ from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.gemm import ref as gemm_ref
 
-# the same values in bf16, as torch's own matrix product takes them
+# the same values in bf16, the dtype that torch.mm supports
 MATMUL = Competitor(
     "torch.mm bf16",
     lambda x, weight, scale=None: (x.bfloat16(), block_scale_ref.dequantise(weight, scale).bfloat16().t()),
@@ -36,7 +36,7 @@ def linears(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _joint(bench: BenchmarkInputs) -> Iterator[Case]:
-    """What the model computes in one call: all linears over an attention's input, and over its latent queries."""
+    """Yield the linears that the model fuses into one call: over the attention's input, and over its latent queries."""
     csa, hca = bench.shapes.layer(ratio=CSA), bench.shapes.layer(ratio=HCA)
     if csa:
         stored = [f"{csa}attn.{name}" for name in ("wq_a", "wkv", "indexer.weights_proj")]
@@ -53,7 +53,7 @@ def _joint(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
-    """A linear over a stored matrix; of a quantised one with the rounding of its input."""
+    """Return the case of a linear over a stored matrix. If it is quantized, its input is rounded as well."""
     weight, scale = bench.shapes.parts(matrix)
     spec, tokens = bench.shapes.spec(weight), bench.tokens
     rows, columns = spec.shape[0], spec.columns or spec.shape[1]
@@ -108,7 +108,13 @@ def _grouped(bench: BenchmarkInputs, matrix: str) -> Case:
 def _together(
     bench: BenchmarkInputs, name: str, stored: Sequence[str], fp32: Sequence[str] = (), norm: str | None = None
 ) -> Case:
-    """Several matrices over one input, or over its norm; fp32: those whose sums are not rounded."""
+    """Return the case of several matrices over one input, or over its norm.
+
+    Args:
+        stored: matrices in their checkpoint format.
+        fp32: matrices whose outputs stay in fp32.
+        norm: weight of the RMSNorm to apply to the input first.
+    """
     shapes, tokens, eps = bench.shapes, bench.tokens, bench.config.rms_norm_eps
     others = [*(f"{matrix}.weight" for matrix in fp32), *([norm] if norm else [])]
     weights, scales = zip(*(shapes.parts(matrix) for matrix in stored), strict=True)
@@ -137,6 +143,6 @@ def _together(
 
     count, needs = len(stored) + len(fp32), shapes.nbytes(filter(None, (*weights, *scales, *others)))
     words = f"{'norm, ' if norm else ''}{rows}x{columns} in {count} {'matrices' if count > 1 else 'matrix'}"
-    # in fp32 a norm would not be rounded before the linears round it to FP8
+    # an fp32 reference would not round the norm's output to bf16 before it is rounded to FP8
     quantised, exact = bool(scales[0]) and not fp32, norm is not None
     return Case(name, "gemm", words, needs, flops, ONE_ROUNDING, build, quantised, exact)

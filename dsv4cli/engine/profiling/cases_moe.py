@@ -1,4 +1,4 @@
-"""The router, the routed experts and the shared expert, as cases to measure."""
+"""Benchmark cases: the routers, the routed experts and the shared expert."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ MATRICES = ("w1", "w2", "w3")
 
 
 def mixture(bench: BenchmarkInputs) -> Iterator[Case]:
-    """Both kinds of router, the routed experts and the shared one."""
+    """Yield both kinds of router, the routed experts, the shared expert, and all experts in one call."""
     scored, hashed = bench.shapes.layer(hashed=False), bench.shapes.layer(hashed=True)
     if scored:
         yield _router(bench, f"{scored}ffn.gate.")
@@ -42,7 +42,7 @@ def _router(bench: BenchmarkInputs, prefix: str) -> Case:
             bench.weight(prefix + "weight"),
             bench.weight(prefix + "bias"),
         )
-        # experts whose biased scores differ in the last bit may change places: their weights then agree all the same
+        # experts whose biased scores differ in the last bit may swap places: compare their sorted weights
         return Work(
             inputs,
             through(routing.route),
@@ -107,7 +107,7 @@ def _routed(bench: BenchmarkInputs) -> Case:
 
 
 def _every(matrices: tuple[torch.Tensor, ...]) -> ExpertWeights:
-    """All experts, of three matrices with their scales; behind them, of NVFP4, their scale_2."""
+    """Return the expert weights: three matrices with their scales, followed by their scale_2 for NVFP4."""
     second = dict(zip((f"{name}_scale_2" for name in MATRICES), matrices[6:], strict=len(matrices) > 6))
     return replace(ExpertWeights(*matrices[:6]), **second)
 
@@ -133,7 +133,7 @@ def _shared(bench: BenchmarkInputs) -> Case:
 
 
 def _both(bench: BenchmarkInputs, routed: Case, shared: Case) -> Case:
-    """The routed experts and the shared one; one rank of several does not round what these add up."""
+    """Return the case of routed and shared experts in one call. With tensor parallelism, a rank's sum stays in fp32."""
     limit, dtype = bench.config.swiglu_limit, DTYPE if bench.shapes.tp == 1 else torch.float32
 
     def through(mixture: Operation) -> Operation:

@@ -1,4 +1,4 @@
-"""What writes the cache, as cases to measure."""
+"""Benchmark cases: operations that write the KV cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm
 from dsv4cli.kernels.qk_norm_rope import ref as prepared_ref
 
-# how many arguments a compressor has in a case, and how many tensors of its state a case gives
+# number of a compressor's arguments, and of its state's tensors in the outputs
 ARGUMENTS, OUTPUTS = 8, 4
 
 
 def keys(bench: BenchmarkInputs) -> Iterator[Case]:
-    """Queries and keys of a sliding layer, or of the first kind that the model has, and of a CSA layer."""
+    """Yield the preparation of queries and keys: in a sliding-window layer (or the first kind), and in a CSA layer."""
     config, tokens = bench.config, bench.tokens
     heads, width = config.num_attention_heads, config.head_dim
     index_heads, index_width = config.index_n_heads, config.index_head_dim
@@ -45,7 +45,11 @@ def keys(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _prepare(bench: BenchmarkInputs, ratio: int, more: Tensors, run: Operation, reference: Operation) -> Work:
-    """more: queries beside those of attention."""
+    """Return the work of preparing queries and keys.
+
+    Args:
+        more: queries besides those of attention.
+    """
     config, batch = bench.config, bench.batch
     q = bench.randn(bench.tokens, config.num_attention_heads, config.head_dim)
     kv, weight = bench.randn(bench.tokens, config.head_dim), bench.weight("layers.0.attn.kv_norm.weight")
@@ -73,7 +77,14 @@ def _prepare(bench: BenchmarkInputs, ratio: int, more: Tensors, run: Operation, 
 
 @dataclass(frozen=True)
 class CompressorCase:
-    """prefix: of its weights; width: of its entries, which are stored in FP4 where packed."""
+    """A compressor of a layer.
+
+    Attributes:
+        prefix: prefix of its weights.
+        ratio: tokens per entry.
+        width: columns of an entry.
+        packed: its entries are stored in FP4.
+    """
 
     prefix: str
     ratio: int
@@ -82,7 +93,7 @@ class CompressorCase:
 
     @property
     def members(self) -> int:
-        """Tokens of a group: with ratio 4 those of the group before as well."""
+        """Tokens that an entry is computed from. With ratio 4 these include the previous group."""
         return 2 * self.ratio if self.ratio == CSA else self.ratio
 
     @property
@@ -92,7 +103,7 @@ class CompressorCase:
 
 
 def compressors(bench: BenchmarkInputs) -> Iterator[Case]:
-    """What a layer compresses. At a context that is a multiple of the ratio each sequence completes an entry."""
+    """Yield the compressors of a layer. If the context is a multiple of the ratio, each sequence completes an entry."""
     csa, hca = bench.shapes.layer(ratio=CSA), bench.shapes.layer(ratio=HCA)
     wide, narrow = bench.config.head_dim, bench.config.index_head_dim
     if csa:
@@ -103,14 +114,14 @@ def compressors(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _compress(bench: BenchmarkInputs, name: str, *parts: CompressorCase) -> Case:
-    """One compressor, or two with the same groups in one call."""
+    """Return the case of one compressor, or of two with the same groups in one call."""
     ratio, members, channels = parts[0].ratio, parts[0].members, sum(part.channels for part in parts)
 
     def build(bench: BenchmarkInputs) -> Work:
         plan, eps = bench.opening.entry_plan(ratio), bench.config.rms_norm_eps
         given = [_given(bench, part) for part in parts]
         emitted = int((plan.entries >= 0).sum())
-        # raw rows, kv and score: those of completed groups that lie in the rings, and those that stay there
+        # raw rows (kv and score): those of completed groups in the ring buffers, and those that stay there
         before = 0 if bench.tokens > bench.sequences else emitted * members
         kept = min(bench.tokens, bench.sequences * (members + ROLLBACK))
         read, written = before * 8 * channels, kept * 8 * channels
@@ -120,7 +131,7 @@ def _compress(bench: BenchmarkInputs, name: str, *parts: CompressorCase) -> Case
         run, reference = (_through(module, plan, eps) for module in (compressor, compressor_ref))
         return Work(sum(given, ()), run, reference, 0, read, written, _made(plan))
 
-    # as many as the plan has: what the tokens of each sequence can complete
+    # as in the plan: the most groups that the tokens of each sequence can complete
     groups = bench.sequences * -(-bench.tokens // bench.sequences // ratio)
     needs = 8 * bench.tokens * channels
     words = f"{groups} groups of {members}x{'+'.join(str(part.channels) for part in parts)} fp32"
@@ -128,7 +139,7 @@ def _compress(bench: BenchmarkInputs, name: str, *parts: CompressorCase) -> Case
 
 
 def _given(bench: BenchmarkInputs, part: CompressorCase) -> tuple[torch.Tensor | None, ...]:
-    """A compressor's arguments: raw rows kv and score, ape, the norm's weight, two rings, entries and their scale."""
+    """Return a compressor's arguments: raw rows kv and score, ape, norm weight, two ring buffers, entries, scale."""
     rows = (bench.randn(bench.tokens, part.channels, dtype=torch.float32) for _ in range(2))
     ring = bench.sequences, part.members + ROLLBACK, part.channels
     rings = (bench.randn(*ring, dtype=torch.float32) for _ in range(2))
@@ -138,7 +149,10 @@ def _given(bench: BenchmarkInputs, part: CompressorCase) -> tuple[torch.Tensor |
 
 
 def _through(family: ModuleType, plan: EntryPlan, eps: float) -> Operation:
-    """One compressor or both of a CSA layer by the family or its reference, in the model's rounding."""
+    """Return a call of one compressor, or of both compressors of a CSA layer, by a kernel family or its reference.
+
+    Rounding is the model's.
+    """
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         given = []
@@ -155,7 +169,7 @@ def _through(family: ModuleType, plan: EntryPlan, eps: float) -> Operation:
 
 
 def _made(plan: EntryPlan) -> Callable[[Tensors], Tensors]:
-    """The entries that a step has completed, and the rows that it has kept."""
+    """Return a selector of the entries that the step completed and of the ring buffers."""
     cells = plan.entries[plan.entries >= 0]
 
     def chosen(outputs: Tensors) -> Tensors:

@@ -1,4 +1,4 @@
-"""What a step begins and ends with: where its tokens lie, and which come next; as cases to measure."""
+"""Benchmark cases: the start and end of a step, which are the index tensors of its tokens, and sampling."""
 
 from collections.abc import Iterator
 
@@ -18,10 +18,10 @@ TEMPERATURE, TOP_P = 1.0, 0.95
 
 
 def places(bench: BenchmarkInputs) -> Iterator[Case]:
-    """All that a decode step, or a prompt, knows of its tokens, from the numbers that lie on the device."""
+    """Yield the case that builds all index tensors of a decode step or a prompt from numbers on the device."""
     tokens, sequences, count = bench.tokens, bench.sequences, bench.tokens // bench.sequences
     columns = -(-bench.context // BLOCK_TOKENS)
-    # tables as wide as the blocks, as GraphRunner.batch has them
+    # block tables as wide as the blocks, as in GraphRunner.batch
     extent = Extent.of(bench.config, [count] * sequences, columns * BLOCK_TOKENS)
 
     def build(bench: BenchmarkInputs) -> Work:
@@ -47,7 +47,7 @@ def places(bench: BenchmarkInputs) -> Iterator[Case]:
 
 
 def _tensors(batch: Batch) -> Tensors:
-    """What `batch_of` has made."""
+    """Return the tensors of a batch."""
     entries = batch.entries.values()
     turns = (*batch.rotations.values(), *(one.rotation for one in entries))
     return (
@@ -59,7 +59,7 @@ def _tensors(batch: Batch) -> Tensors:
 
 
 def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
-    """The likeliest token of each sequence, one drawn from a nucleus, the noise for it, and a token's probability."""
+    """Yield the parts of sampling: greedy, nucleus (top-p), its noise, a token's probability, and logsumexp."""
     # every rank has the logits of the whole vocabulary
     rows, width = bench.sequences, bench.shapes.config.vocab_size
     needs, words = 4 * rows * width, f"{rows} rows of {width}"

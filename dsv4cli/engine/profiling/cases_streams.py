@@ -1,4 +1,4 @@
-"""Roundings, norms, rope and hyper-connections, as cases to measure."""
+"""Benchmark cases: rounding, norms, RoPE and hyper-connections."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -100,7 +100,7 @@ def connections(bench: BenchmarkInputs) -> Iterator[Case]:
         run, reference = through(hyper_connections.connect_post_pre), through(hyper_connections_ref.connect_post_pre)
         return Work((*outputs, *weights), run, reference, cost)
 
-    # the streams, what is mixed of them and its norm are rounded one after another
+    # the streams, their mix and its norm are rounded in sequence
     yield Case("connect_post_pre", family, words, needs, cost, FOUR_ROUNDINGS, step)
     collapse = build(
         "hc_head",
@@ -121,7 +121,11 @@ def _simple(
     reference: Operation,
     more: Callable[[BenchmarkInputs], Tensors] = lambda bench: (),
 ) -> Case:
-    """An operation on activations of one shape, and perhaps on some small tensors."""
+    """Return the case of an operation on activations of one shape.
+
+    Args:
+        more: makes further small arguments.
+    """
     count = torch.Size(shape).numel()
 
     def build(bench: BenchmarkInputs) -> Work:

@@ -1,4 +1,4 @@
-"""The fastest that this very device copies, reads and multiplies: what every other number is compared with."""
+"""Measures the fastest copy, read and matmul of this device, to compare other measurements with."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +9,7 @@ from dsv4cli.engine.profiling.clock import Call, time_calls
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.card import FP8, is_from
 
-# buffers far beyond any cache, and matrices that fill the device
+# bytes: far larger than any cache; then the side of matrices that fill the device
 GPU_BYTES, CPU_BYTES = 2**30, 2**26
 GPU_SIDE, CPU_SIDE = 8192, 768
 GPU_WIDTH = 4096
@@ -17,7 +17,13 @@ GPU_WIDTH = 4096
 
 @dataclass(frozen=True)
 class Ceilings:
-    """copy: bytes read and written per second; read: bytes only read; matmul: FLOP per second by operand format."""
+    """The measured limits of a device.
+
+    Attributes:
+        copy: bytes read and written per second by a copy.
+        read: bytes per second of a read.
+        matmul: FLOP per second by operand format.
+    """
 
     copy: float
     read: float
@@ -25,31 +31,31 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
-        """The larger of both, so that no operation has more than all of it."""
+        """The larger of the copy and read rates, so that no operation exceeds 100 % of it."""
         return max(self.copy, self.read)
 
     def rate(self, quantised: bool) -> float:
-        """The matmul rate for weights in FP8 or FP4, or for wider ones."""
+        """Return the matmul rate for FP8 and FP4 weights (`quantised`), or for wider ones."""
         wide = next(rate for name, rate in self.matmul.items() if name != "fp8")
         return self.matmul.get("fp8", wide) if quantised else wide
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         return {"copy_bytes_per_second": self.copy, "read_bytes_per_second": self.read, "matmul_flops": self.matmul}
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Copies and reads 1 GiB (64 MiB on a CPU) and multiplies square matrices."""
+    """Copy and read 1 GiB (64 MiB on a CPU), and multiply square matrices."""
     count = (GPU_BYTES if device.type == "cuda" else CPU_BYTES) // 4
     source = torch.ones(count, device=device)
     target = torch.empty_like(source)
-    # an addition, because a copy inside a CUDA graph is not the fastest one
+    # an addition: a copy in a CUDA graph is slower
     copy = _seconds(lambda: torch.add(source, 1.0, out=target), device)
     return Ceilings(2 * source.nbytes / copy, _read_rate(source), _matmul_rates(device))
 
 
 def _read_rate(source: torch.Tensor) -> float:
-    """The faster of a sum and, on a GPU, of one row times a matrix as wide as a model, as its head multiplies."""
+    """Return the faster of a sum and, on a GPU, one row times a matrix of a model's width, as in its LM head."""
     calls: list[Call] = [source.sum]
     if source.is_cuda:
         matrix = source.view(torch.bfloat16).view(-1, GPU_WIDTH)
@@ -61,7 +67,7 @@ def _matmul_rates(device: torch.device) -> dict[str, float]:
     on_gpu = device.type == "cuda"
     side = GPU_SIDE if on_gpu else CPU_SIDE
     work = 2.0 * side**3
-    # the reference multiplies in fp32 on a CPU
+    # on a CPU, the reference backend multiplies in fp32
     a = torch.randn(side, side, device=device, dtype=torch.bfloat16 if on_gpu else torch.float32)
     rates = {"bf16" if on_gpu else "fp32": work / _seconds(lambda: a @ a, device)}
     if on_gpu and is_from(device, FP8):

@@ -1,4 +1,4 @@
-"""How long a call takes on a device, once and repeatedly."""
+"""Times calls on a device."""
 
 import time
 import warnings
@@ -12,21 +12,24 @@ import torch
 Call = Callable[[], object]
 Method = Literal["host", "graph", "events"]
 WARM, SAMPLES = 3, 15
-# a CPU is sampled for this long, at least and at most so often
+# CPU: seconds of sampling, then the minimum and maximum number of samples
 CPU_SECONDS, CPU_FEWEST, CPU_MOST = 0.04, 3, 200
-# a CUDA graph holds calls for so long, so that the events at its ends weigh little, and at most so many
+# CUDA graph: seconds of calls in it, so that its two events add little; then the maximum number of calls
 GRAPH_SECONDS, GRAPH_CALLS = 2e-3, 16
-# longer calls are taken one by one, and few of them
+# calls longer than this many seconds are timed one by one, with fewer samples
 LONG_SECONDS, LONG_SAMPLES = 20e-3, 3
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: the median of `samples` measurements; low and high leave a tenth of them on each side.
+    """Seconds of one call: median, 10th and 90th percentile of `samples` measurements.
 
-    method: "host" wall clock of a CPU; "graph" calls one after another in a CUDA graph; "events" one by one between two
-    CUDA events after the cache was flushed, for operations that wait for the host, whose gaps are part of the time, and
-    for long ones; of the parts of a step, between the events around each.
+    Attributes:
+        low: 10th percentile.
+        high: 90th percentile.
+        method: "host": wall clock, for a CPU. "graph": consecutive calls in a CUDA graph. "events": single calls
+            between two CUDA events after a cache flush; used for long calls and for calls that wait for the host, whose
+            gaps are included. Parts of a step are timed between the events around each.
     """
 
     median: float
@@ -37,20 +40,20 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float], method: Method) -> "Timing":
-        """The summary of some measurements."""
+        """Summarize measurements."""
         ordered = sorted(seconds)
         tenth = len(ordered) // 10
         return cls(median(ordered), ordered[tenth], ordered[-1 - tenth], len(ordered), method)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         return asdict(self)
 
 
 def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
-    """Seconds of one call; the calls do the same work on different memory and are taken in turn.
+    """Time one call. The calls do the same work on different memory and are used in turn.
 
-    Each call must have run once before, so that nothing is compiled here.
+    Each call must have run once before, so that no compilation is timed.
     """
     if device.type != "cuda":
         return Timing.of(_on_host(calls), "host")
@@ -64,13 +67,13 @@ def time_calls(calls: Sequence[Call], device: torch.device) -> Timing:
 
 
 def wait(device: torch.device) -> None:
-    """Returns when the device has done everything that it was given."""
+    """Wait until the device has finished all its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of a GPU's last cache, 0 for a CPU, whose caches stay as they are."""
+    """Return the size of a GPU's L2 cache in bytes; 0 for a CPU, whose caches are not flushed."""
     return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
@@ -84,7 +87,7 @@ def _on_host(calls: Sequence[Call]) -> list[float]:
 
 
 def _waits_for_host(call: Call) -> bool:
-    """Whether the call copies something to the host or waits for it: a CUDA graph cannot hold it."""
+    """Return whether a call copies to the host or waits for it, so that a CUDA graph cannot capture it."""
     torch.cuda.synchronize()
     _complain_of_waits("error")
     try:
@@ -99,9 +102,9 @@ def _waits_for_host(call: Call) -> bool:
 
 
 def _complain_of_waits(mode: Literal["default", "error"]) -> None:
-    """What torch does where an operation waits for the host."""
+    """Set how torch reacts if an operation waits for the host."""
     with warnings.catch_warnings():
-        # said once a process; a wait that the mode misses fails when a graph is captured
+        # torch warns once per process; a wait that this mode misses makes the graph capture fail
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature", UserWarning)
         torch.cuda.set_sync_debug_mode(mode)
 
@@ -120,7 +123,7 @@ def _by_graph(calls: Sequence[Call], once: float) -> list[float]:
 
 
 def _by_events(calls: Sequence[Call], device: torch.device, warm: int, samples: int) -> list[float]:
-    # twice the cache: what the call before left there is gone
+    # twice the cache size, to evict what the previous call left there
     flush = torch.empty(2 * cache_bytes(device), dtype=torch.uint8, device=device)
     turns = [calls[number % len(calls)] for number in range(warm + samples)]
     return _between_events(turns, before=flush.zero_)[warm:]

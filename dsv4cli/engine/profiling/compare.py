@@ -1,4 +1,4 @@
-"""What has changed since an earlier document of `dsv4 profile --json`; no torch."""
+"""Compares a profile with an earlier document of `dsv4 profile --json`. No torch."""
 
 import json
 from collections.abc import Mapping
@@ -9,18 +9,19 @@ from typing import Any, Literal
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.profile/1"
-# what must be equal for two documents to measure the same thing
+# keys that must be equal for two documents to measure the same work
 SUBJECT = ("model", "backend", "tp", "tokens", "batch", "context")
-# chosen, not measured: a ratio below the first is no news whatever the spread; where what the device does at most is
-# apart by more than the second, it had other work
+# chosen, not measured: changes below RUNS_DIFFER are not reported, whatever the spread; if the measured limits of
+# the device differ by more than the factor DRIFTED, it was busy with other work
 RUNS_DIFFER, DRIFTED = 0.1, 1.25
 
 
 @dataclass(frozen=True)
 class MeasuredTimes:
-    """Seconds of one line: the median, and the range of the measurements; of both passes where there were two.
+    """Seconds of one line: the median and range of the measurements. The range covers both passes if there were two.
 
-    again: the median of the second pass, None where there was one.
+    Attributes:
+        again: median of the second pass; None if there was one pass.
     """
 
     median: float
@@ -30,19 +31,22 @@ class MeasuredTimes:
 
     @property
     def medians(self) -> tuple[float, ...]:
-        """One a pass."""
+        """The median of each pass."""
         return (self.median,) if self.again is None else (self.median, self.again)
 
     @property
     def spread(self) -> float:
-        """The width of the range, of the median."""
+        """Width of the range, as a fraction of the median."""
         return (self.high - self.low) / self.median if self.median else 0.0
 
 
 @dataclass(frozen=True)
 class Change:
-    """One line before and now; None where only the other document has the line. drift: how far the device itself has
-    moved between both, as a factor from 1 on."""
+    """One line before and now; None if a document does not have it.
+
+    Attributes:
+        drift: how much the device's own speed differs between the two documents: a factor of at least 1.
+    """
 
     name: str
     before: MeasuredTimes | None
@@ -51,13 +55,17 @@ class Change:
 
     @property
     def speedup(self) -> float | None:
-        """Above 1 where it has become faster."""
+        """Time before divided by time now: above 1 if it is faster now."""
         return self.before.median / self.now.median if self.before and self.now and self.now.median else None
 
     @property
     def verdict(self) -> Literal["faster", "slower", "within the spread", "unclear"] | None:
-        """Faster or slower only where the ranges do not meet, and the ratio of every pass is larger than the wider
-        spread, than what two runs differ by, and than the drift. Nothing is clear where the device had other work."""
+        """ "faster" or "slower" if the change is clear.
+
+        It is clear if the ranges do not overlap and the ratio of every pass exceeds the wider spread, the usual
+        difference between runs, and the drift. If the device was busy with other work (drift above `DRIFTED`), it is
+        "unclear".
+        """
         if self.before is None or self.now is None or self.speedup is None:
             return None
         if self.drift > DRIFTED:
@@ -71,15 +79,19 @@ class Change:
         return "within the spread"
 
     def record(self) -> dict[str, Any]:
-        """For JSON: the medians, their ratio and what it means."""
+        """Return a JSON object: the medians, their ratio and the verdict."""
         times = {"before": self.before and self.before.median, "now": self.now and self.now.median}
         return {"name": self.name, **times, "speedup": self.speedup, "verdict": self.verdict}
 
 
 @dataclass(frozen=True)
 class BaselineComparison:
-    """differences: parts of the machine or the software, and of what was measured, that differ: name to (before, now).
-    drift: how far the device's own rates are apart, as a factor from 1 on."""
+    """All changes since an earlier document.
+
+    Attributes:
+        differences: properties of the machine, the software or the measured work that differ: name to (before, now).
+        drift: how much the device's own speed differs: a factor of at least 1.
+    """
 
     differences: dict[str, tuple[Any, Any]]
     changes: list[Change]
@@ -87,11 +99,11 @@ class BaselineComparison:
 
     @property
     def same_device(self) -> bool:
-        """Whether the ratios speak of the software alone."""
+        """Whether both runs used the same device, so that ratios reflect only the software."""
         return "device" not in self.differences
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         return {
             "same_device": self.same_device,
             "differences": {name: list(pair) for name, pair in self.differences.items()},
@@ -101,33 +113,33 @@ class BaselineComparison:
 
 
 def read_baseline(path: Path, kind: str) -> dict[str, Any]:
-    """An earlier document of the same kind ("kernels" or "step"). Raises UsageError for anything else."""
+    """Read an earlier document of the same kind ("kernels" or "step"). Raises UsageError for anything else."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"--baseline {path} cannot be read: {error.strerror}", "name a file of an earlier run"
+            f"cannot read --baseline {path}: {error.strerror}", "name a document of an earlier run"
         ) from None
     except (ValueError, RecursionError):
-        raise UsageError(f"--baseline {path} is not JSON", f"make one with `dsv4 profile {kind} --json`") from None
+        raise UsageError(f"--baseline {path} is not JSON", f"create one with `dsv4 profile {kind} --json`") from None
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA or document.get("kind") != kind:
         found = f"{schema!r}, {document.get('kind')!r}" if schema else "no schema"
         raise UsageError(
             f"--baseline {path} has {found}, expected {SCHEMA!r}, {kind!r}",
-            f"make one with `dsv4 profile {kind} --json`",
+            f"create one with `dsv4 profile {kind} --json`",
         )
     try:
         compare(document, document).record()
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UsageError(
-            f"--baseline {path} is no whole document of an earlier run", f"make one with `dsv4 profile {kind} --json`"
+            f"--baseline {path} is not a complete profile", f"create one with `dsv4 profile {kind} --json`"
         ) from None
     return dict(document)
 
 
 def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineComparison:
-    """Line by line, in the order of the new document."""
+    """Compare two documents line by line, in the order of the new one."""
     pairs = {name: (before["machine"].get(name), value) for name, value in now["machine"].items()}
     pairs |= {name: (before.get(name), now.get(name)) for name in SUBJECT} | _contexts(before, now)
     old, new = _times(before), _times(now)
@@ -140,14 +152,14 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineCompar
 
 
 def _contexts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Of operations each line has its context: that of the first line for which it differs."""
+    """Return the first pair of contexts that differ. In a kernels document, each line has its own context."""
     old, new = ({_label(line): line.get("context") for line in document["results"]} for document in (before, now))
     apart = [(old[name], context) for name, context in new.items() if name in old and old[name] != context]
     return {"context": apart[0]} if apart else {}
 
 
 def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The lines that one pass calls faster or slower: what to measure once more."""
+    """Return the lines to measure a second time: those that are faster or slower after one pass."""
     changed = {change.name for change in compare(before, now).changes if change.verdict in ("faster", "slower")}
     return [line for line in now["results"] if _label(line) in changed]
 
@@ -157,13 +169,16 @@ def _label(line: Mapping[str, Any]) -> str:
 
 
 def _lines(document: Mapping[str, Any]) -> list[Any]:
-    """What has a name and perhaps a time; what was timed of drafts comes last."""
+    """Return all lines with a name, with or without a time. Lines of draft timing are last."""
     draft = document.get("draft")
     return list(document["results"]) + ([*draft["rows"], draft.get("drafting")] if draft else [])
 
 
 def _times(document: Mapping[str, Any]) -> dict[str, MeasuredTimes]:
-    """Each line that has a time, by its name and number of tokens; a part of a step has the range of the whole."""
+    """Return the time of each line by its name and number of tokens.
+
+    A part of a step has the range of the whole step.
+    """
     found: dict[str, MeasuredTimes] = {}
     whole = MeasuredTimes(1.0, 1.0, 1.0)
     for line in _lines(document):
@@ -185,7 +200,7 @@ def _widened(times: MeasuredTimes, again: Mapping[str, float]) -> MeasuredTimes:
 
 
 def _rates(document: Mapping[str, Any]) -> dict[str, float]:
-    """What the device did at most in that run."""
+    """Return the device's measured limits in that run."""
     ceilings = dict(document.get("ceilings") or {})
     return {**ceilings.pop("matmul_flops", {}), **ceilings}
 

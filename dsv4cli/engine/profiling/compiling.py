@@ -1,4 +1,4 @@
-"""Whether Triton compiled anything meanwhile: what is measured must have been compiled before."""
+"""Detects Triton compilation during a measurement, which would make its times wrong."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from dsv4cli.errors import UnsoundResult
 
 @contextmanager
 def nothing_compiles() -> Iterator[None]:
-    """Raises UnsoundResult, at the end, where Triton has compiled a kernel inside."""
+    """Raise UnsoundResult at the end of the block if Triton compiled a kernel in it."""
     if "triton" not in sys.modules:
         yield
         return
@@ -30,6 +30,6 @@ def nothing_compiles() -> Iterator[None]:
     if names:
         count = f"{len(names)} kernel{'s were' if len(names) > 1 else ' was'}"
         raise UnsoundResult(
-            f"{count} compiled while time was taken, the first is {names[0]}",
-            "report it: every kernel that a step needs is to be compiled in the steps before",
+            f"{count} compiled during timing, first {names[0]}",
+            "report this as a bug: warm-up steps should compile every kernel",
         )

@@ -1,4 +1,4 @@
-"""The documents that `dsv4 profile --json` prints."""
+"""Builds the documents that `dsv4 profile --json` prints."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +16,7 @@ from dsv4cli.engine.profiling.step import StepProfile, StepShape
 def kernels_document(
     model: str, backend: str, tp: int, device: torch.device, ceilings: Ceilings, measured: Iterable[MeasuredOperation]
 ) -> dict[str, Any]:
-    """Of `profile kernels`."""
+    """Return the document of `profile kernels`."""
     return {
         **_head("kernels", model, backend, device),
         "tp": tp,
@@ -34,7 +34,7 @@ def step_document(
     profile: StepProfile,
     drafts: DraftProfile | None,
 ) -> dict[str, Any]:
-    """Of `profile step`."""
+    """Return the document of `profile step`."""
     seconds, floor = profile.total.median, profile.weight_bytes / ceilings.bandwidth
     classes = [
         {"name": name, "count": profile.counts.get(name), "seconds": {"median": time}, "share": time / profile.ranged}

@@ -1,4 +1,4 @@
-"""Times decoding with drafts: what each verified row costs, what the drafter costs, and from where on drafts pay."""
+"""Times speculative decoding: the cost of each verified row and of the drafter, and the break-even acceptance."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -31,22 +31,33 @@ from dsv4cli.kernels.dispatch import Backend, use
 
 @dataclass(frozen=True)
 class DraftLoad:
-    """drafts: of each sequence in a step. accept: how many tokens such a step gives each, None for every whole number
-    that it can give."""
+    """How many tokens to draft, and which acceptance to report.
+
+    Attributes:
+        drafts: draft tokens per sequence in a step.
+        accept: tokens per sequence that a step yields; None to report every whole number that is possible.
+    """
 
     drafts: int
     accept: float | None = None
 
     @property
     def accepted(self) -> list[float]:
-        """The accepted lengths to report."""
+        """The tokens per step to report times for."""
         return [float(length) for length in range(1, self.drafts + 2)] if self.accept is None else [self.accept]
 
 
 @dataclass(frozen=True)
 class VerifiedRows:
-    """A step that verifies: `rows` tokens of each sequence, of which a captured step computes `computed`. seconds: of
-    the model; sampling: of drawing a token at each row; launches: of the model, None on a CPU."""
+    """Times of a step that verifies drafts.
+
+    Attributes:
+        rows: tokens of each sequence in the step.
+        computed: rows of each sequence that a captured step computes.
+        seconds: time of the model.
+        sampling: time to sample a token at each row.
+        launches: launches of the model; None on a CPU.
+    """
 
     rows: int
     computed: int
@@ -56,11 +67,11 @@ class VerifiedRows:
 
     @property
     def total(self) -> float:
-        """Seconds of both."""
+        """Seconds of the model and of sampling."""
         return self.seconds.median + self.sampling.median
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         return {
             "name": f"verify {self.rows} row{'s' if self.rows > 1 else ''}",
             "rows": self.rows,
@@ -73,8 +84,12 @@ class VerifiedRows:
 
 @dataclass(frozen=True)
 class DraftProfile:
-    """Steps of 1, 2, .. `load.drafts` + 1 rows, the last with the drafter behind it. drafting: of the drafter's part;
-    launches: of that part, None on a CPU."""
+    """Times of steps with 1, 2, … `load.drafts` + 1 rows. The last one is followed by the drafter.
+
+    Attributes:
+        drafting: time of the drafter.
+        launches: launches of the drafter; None on a CPU.
+    """
 
     drafter: str
     load: DraftLoad
@@ -85,7 +100,7 @@ class DraftProfile:
     launches: Launches | None
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         drafts, without = self.load.drafts, self.rows[0].total
         seconds = self.rows[-1].total + self.drafting.median
         return {
@@ -108,7 +123,7 @@ class DraftProfile:
         }
 
     def _token(self, seconds: float, accepted: float) -> dict[str, float]:
-        """Of steps that take so long and give each sequence so many tokens."""
+        """Return the time per token for steps of `seconds` that yield `accepted` tokens per sequence."""
         each = seconds / accepted
         return {"seconds": each, "tokens_per_second": self.sequences / each, "speedup": self.rows[0].total / each}
 
@@ -118,28 +133,33 @@ def _launched(launches: Launches | None) -> dict[str, Any] | None:
 
 
 def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, accept: float | None) -> DraftLoad | None:
-    """What --draft and --accept ask for, None for no drafts. Where `drafting` leaves their number open it is the usual
-    one of the model's drafter; where it has a number the model must have a drafter. Raises UsageError for what the
-    drafter, a step or the other options do not allow."""
+    """Return what --draft and --accept request; None for no drafts.
+
+    Args:
+        drafting: without a number of drafts, the default of the model's drafter is used. With one, the model must have
+            a drafter.
+
+    Raises UsageError if the drafter, the size of a step or other options do not allow it.
+    """
     drafts = usual_drafts(config) if drafting.most is None else drafting.most
     if not drafts:
         if accept is not None:
-            raise UsageError(f"--accept {accept:g} is the length that drafts reach, and none are made", "add --draft 3")
+            raise UsageError(f"--accept {accept:g} requires drafts, and none are made", "add --draft 3")
         return None
     if load.tokens > 1:
         raise UsageError(
-            f"--draft {drafts} is for decoding, and --tokens {load.tokens} is a part of a prompt", "leave out --tokens"
+            f"--draft {drafts} requires decoding, but --tokens {load.tokens} is a prompt chunk", "remove --tokens"
         )
     most = most_drafts(config)
     if drafts > most:
         raise UsageError(
-            f"--draft {drafts}: the model's drafter makes at most {most} drafts in a step", f"use --draft {most}"
+            f"--draft {drafts}: the model's drafter makes at most {most} draft tokens per step", f"use --draft {most}"
         )
     _check_room(config, load, drafts)
     if accept is not None and not 1 <= accept <= drafts + 1:
         raise UsageError(
-            f"--accept {accept:g} is no length that a step with --draft {drafts} can reach",
-            f"use a number from 1 to {drafts + 1}: accepted drafts and the token that the model draws itself",
+            f"--accept {accept:g} is impossible: a step with --draft {drafts} yields 1 to {drafts + 1} tokens",
+            f"use a number from 1 to {drafts + 1}: accepted draft tokens plus one that the model samples itself",
         )
     return DraftLoad(drafts, accept)
 
@@ -148,17 +168,17 @@ def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:
     sequences, rows = batch_size(load.batch), drafts + 1
     if sequences * rows > MAX_SLOTS:
         fewer, batch = MAX_SLOTS // sequences - 1, 1 << (MAX_SLOTS // rows).bit_length() - 1
-        counted = "" if sequences == load.batch else f" ({load.batch} sequences take the room of {sequences})"
+        counted = "" if sequences == load.batch else f" ({load.batch} sequences are padded to {sequences})"
         raise UsageError(
-            f"--batch {load.batch} and --draft {drafts} are {sequences} x {rows} rows{counted}, and a step with drafts "
+            f"--batch {load.batch} and --draft {drafts} are {sequences} x {rows} rows{counted}, but a step with drafts "
             f"has at most {MAX_SLOTS}",
             f"use --batch {batch}" + (f" or --draft {fewer}" if fewer else ""),
         )
     most = config.max_position_embeddings - 2 * ROLLBACK
     if load.context > most:
         raise UsageError(
-            f"after --context {load.context} the model's context has no room for drafts and what follows them",
-            f"use --context {most}, or less",
+            f"--context {load.context} leaves no space for draft tokens below the model's context limit",
+            f"use at most --context {most}",
         )
 
 
@@ -171,11 +191,13 @@ def profile_drafts(
     device: torch.device,
     backend: Backend = "auto",
 ) -> DraftProfile:
-    """Runs steps of 1 row of each sequence up to the newest token and all drafts, as the engine runs them.
+    """Time steps of 1 to `drafts` + 1 rows per sequence, run as the engine runs them.
 
-    The state before them is random, and so are the tokens: rows share fewer experts than those of a text.
-    Raises UnsoundResult for logits or chances that are not finite, and where a kernel is compiled while time is taken;
-    NotEnoughMemory.
+    The state before the steps is random, and so are the tokens. Rows share fewer experts than those of real text.
+
+    Raises:
+        UnsoundResult: logits or draft probabilities are not finite, or a kernel was compiled during timing.
+        NotEnoughMemory: a step needs more memory than there is.
     """
     with use(backend):
         with step_memory(device, LESS):
@@ -185,7 +207,7 @@ def profile_drafts(
 
 
 class _Steps:
-    """Steps over the same places, whenever they run: lengths do not change."""
+    """Repeatable steps at fixed positions: each run is rolled back."""
 
     def __init__(
         self, model: Transformer, load: StepShape, drafts: int, sampling: Sampling, device: torch.device
@@ -209,7 +231,10 @@ class _Steps:
             fill(cache)
 
     def measured(self) -> tuple[list[VerifiedRows], Timing, Launches | None]:
-        """Steps of each number of rows, the last with drafting behind it; also that part, and what it launches."""
+        """Time steps of each number of rows, the last followed by drafting.
+
+        Returns the steps' times, the drafter's time and the drafter's launches.
+        """
         most = self._drafts + 1
         steps: list[Call] = [partial(self._verify, count) for count in range(1, most)]
         *times, (seconds, sampling, drafting) = self._time([*steps, lambda: self._draft(*self._verify(most))])
@@ -226,7 +251,7 @@ class _Steps:
         return VerifiedRows(rows, computed, seconds, sampling, self._launches(self._run))
 
     def _verify(self, rows: int) -> tuple[ComputedStep, torch.Tensor]:
-        """The step and what it draws, int64 [R]."""
+        """Run a step of this many rows per sequence. Return it and the sampled tokens, int64 [R]."""
         for request, further in self._work:
             request.drafts = further[: rows - 1]
         self._watch.start()
@@ -238,7 +263,7 @@ class _Steps:
         return ran, tokens
 
     def _run(self) -> ComputedStep:
-        """The model's part."""
+        """Run the model and roll the sequences back."""
         ran = self._runner.run()
         for chunk in ran.chunks:
             assert chunk.request.sequence is not None
@@ -247,13 +272,16 @@ class _Steps:
         return ran
 
     def _draft(self, ran: ComputedStep, tokens: torch.Tensor) -> torch.Tensor:
-        """The drafts and their chances, as `speculate` gives them."""
+        """Return the draft tokens and their probabilities, as `speculate` does."""
         made = self._runner.speculate(ran, tokens, [len(chunk.drafts) for chunk in ran.ready], self._drafts)
         self._watch.mark()
         return made
 
     def _time(self, steps: list[Call]) -> list[list[Timing]]:
-        """What passes between the marks of each step. They take turns: a machine that slows down slows all of them."""
+        """Time the parts between the marks of each step.
+
+        Steps alternate, so that a slowdown of the machine affects all.
+        """
         runs: list[list[list[float]]] = [[] for _ in steps]
         for step in steps:
             for _ in range(WARM):

@@ -1,4 +1,4 @@
-"""The inputs of one operation at a model's shapes: weights as stored, activations, and a step's places in the cache."""
+"""Inputs of one operation at a model's shapes: stored weights, activations, and index tensors of a step."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,16 +18,16 @@ from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.random_weights import random_tensors
 
-# up to here the tokens of a step are the next ones of as many sequences, beyond they are one prompt
+# a step of up to this many tokens is a decode step of as many sequences; a larger one is one prompt
 MOST_SEQUENCES = 64
 DTYPE = torch.bfloat16
-# the values of expert n are those of expert 0, moved on by n times this prime
+# the values of expert n are those of expert 0, rotated by n times this prime
 EXPERT_SHIFT = 7919
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A model on one of `tp` ranks: its configuration, with the numbers of this rank, and its table of tensors."""
+    """A model on one of `tp` ranks: its configuration, and its tensor table before sharding."""
 
     config: ModelConfig
     table: dict[str, TensorSpec]
@@ -35,7 +35,7 @@ class Shapes:
 
     @cached_property
     def local(self) -> ModelConfig:
-        """The dimensions of one rank."""
+        """The configuration with the dimensions of one rank."""
         return replace(
             self.config,
             num_attention_heads=self.config.num_attention_heads // self.tp,
@@ -45,24 +45,24 @@ class Shapes:
         )
 
     def spec(self, name: str) -> TensorSpec:
-        """A tensor as this rank holds it."""
+        """Return the spec of a tensor's shard on this rank."""
         spec = self.table[name]
         cut = part_shape(spec, self.tp)
         last = spec.shard is not None and spec.shard == len(spec.shape) - 1
         return replace(spec, shape=cut, columns=spec.columns // self.tp if last else spec.columns)
 
     def parts(self, matrix: str) -> tuple[str, str | None]:
-        """The keys of a matrix: its weight and its block scale, None where its format has none."""
+        """Return the keys of a matrix: its weight and its block scale, which is None if its format has none."""
         scales = (name for name in (f"{matrix}.scale", f"{matrix}.weight_scale") if name in self.table)
         return f"{matrix}.weight", next(scales, None)
 
     def nbytes(self, names: Iterable[str]) -> int:
-        """What these tensors take on this rank."""
+        """Return the size of these tensors on this rank in bytes."""
         specs = [self.spec(name) for name in names]
         return sum(prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize for spec in specs)
 
     def layer(self, *, ratio: int | None = None, hashed: bool | None = None) -> str | None:
-        """The prefix of the first layer with this ratio, or this kind of router; None where there is none."""
+        """Return the prefix of the first layer with this ratio or this kind of router; None if there is none."""
         for number, found in enumerate(self.config.layer_ratios):
             if ratio in (None, found) and hashed in (None, self.config.is_hash_layer(number)):
                 return f"layers.{number}."
@@ -70,7 +70,7 @@ class Shapes:
 
 
 class BenchmarkInputs:
-    """Makes inputs on a device for a step of `tokens` tokens that ends at `context` tokens."""
+    """Creates inputs on a device for a step of `tokens` tokens at a context of `context` tokens."""
 
     def __init__(self, shapes: Shapes, tokens: int, context: int, device: torch.device) -> None:
         self.shapes = shapes
@@ -82,40 +82,40 @@ class BenchmarkInputs:
 
     @property
     def sequences(self) -> int:
-        """How many sequences the tokens belong to."""
+        """The number of sequences in the step."""
         return self.tokens if self.tokens <= MOST_SEQUENCES else 1
 
     def cells(self, ratio: int) -> int:
-        """Compressed entries that the pool of a layer has room for."""
+        """Return how many compressed entries a layer's pool can hold."""
         return self.sequences * -(-self.context // BLOCK_TOKENS) * (BLOCK_TOKENS // ratio)
 
     def visible(self, ratio: int) -> int:
-        """Compressed entries that the last token sees."""
+        """Return how many compressed entries the last token sees."""
         return self.context // ratio
 
     def weight(self, name: str) -> torch.Tensor:
-        """A tensor of the table, random and well scaled, as this rank holds it."""
+        """Return this rank's shard of a tensor with random, well-scaled values."""
         spec = self.shapes.spec(name)
         ((_, values),) = random_tensors([spec], 0, self.config.n_routed_experts, self.device)
         return values.to(self.device)
 
     def matrix(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A matrix of the table: weight and scale."""
+        """Return the weight and the scale of a matrix."""
         weight, scale = self.shapes.parts(name)
         return self.weight(weight), None if scale is None else self.weight(scale)
 
     def experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A matrix of all experts, `name` being that of expert 0: weight and scale, stacked."""
+        """Return the stacked weights and scales of a matrix of all experts. `name` is the matrix of expert 0."""
         weight, scale = self.matrix(name)
         return self._stacked(weight), None if scale is None else self._stacked(scale)
 
     def second_scales(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """scale_2 of these matrices of all experts, fp32 [E] each, of NVFP4; of other formats none."""
+        """Return the scale_2 of these matrices for all experts, fp32 [E] each; empty unless the format is NVFP4."""
         keys = [key for name in names if (key := f"{name}.weight_scale_2") in self.shapes.table]
         return [self.weight(key).repeat(self.config.n_routed_experts) for key in keys]
 
     def _stacked(self, first: torch.Tensor) -> torch.Tensor:
-        """Different values for each expert, without drawing them all."""
+        """Stack shifted copies of one expert's values: different for each expert, and fast to create."""
         one = first.view(torch.uint8) if first.element_size() == 1 else first
         count = self.config.n_routed_experts
         every = torch.empty((count, *one.shape), dtype=one.dtype, device=self.device)
@@ -124,29 +124,29 @@ class BenchmarkInputs:
         return every.view(first.dtype)
 
     def randn(self, *shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
-        """Activations of unit variance."""
+        """Return activations of unit variance."""
         return torch.randn(shape, generator=self._random, device=self.device).to(dtype)
 
     def routes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Distinct experts int64 [T, k], drawn evenly, and their weights fp32 [T, k]."""
+        """Return distinct, uniformly random experts, int64 [T, k], and their weights, fp32 [T, k]."""
         score = self.randn(self.tokens, self.config.n_routed_experts, dtype=torch.float32)
         weights, experts = score.topk(self.config.num_experts_per_tok, -1)
         return experts, weights.softmax(-1) * self.config.routed_scaling_factor
 
     @cached_property
     def batch(self) -> Batch:
-        """The step's places: each sequence's next token, or the last `tokens` tokens of one prompt."""
+        """The step's batch: each sequence's next token, or the last `tokens` tokens of one prompt."""
         return self._step(self.context)
 
     @cached_property
     def opening(self) -> Batch:
-        """The same, but a prompt is whole: nothing of it lies in the cache before the step."""
+        """The same batch, but a prompt is whole: none of its tokens are in the KV cache before the step."""
         if self.tokens <= MOST_SEQUENCES or self.tokens == self.context:
             return self.batch
         return self._step(self.tokens)
 
     def cache(self) -> Cache:
-        """An empty cache with a slot for each sequence and one layer of each kind."""
+        """Return an empty KV cache with a slot for each sequence and one layer of each kind."""
         kinds = tuple(sorted(set(self.config.layer_ratios)))
         layers = replace(self.config, num_hidden_layers=len(kinds), compress_ratios=kinds, dspark=None)
         return Cache(layers, Numerics.reference(), slots=self.sequences, device=self.device)

@@ -1,4 +1,4 @@
-"""Times every operation of a model at its shapes, each checked against its reference first."""
+"""Checks each operation of a model against its reference at the model's shapes, then times it."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,24 +34,28 @@ from dsv4cli.kernels.workspace import Workspace
 
 FAMILIES = (places, linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
 MOST_TOKENS = 65536
-# what a CPU takes in about a second
+# limits of a case on a CPU, which takes about a second for them
 CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9
-# copies of the inputs, taken in turn so that each call finds its own outside the cache
+# inputs are copied until they fill the cache COLD times, with at most MOST_COPIES, so that each call reads cold memory
 COLD, MOST_COPIES = 4, 64
-# of the free memory that the inputs of one case and their copies may take; the reference in fp32 takes more beside them
+# fraction of the free memory for the inputs of one case and their copies; the fp32 reference needs more besides
 SHARE = 0.25
-# where memory runs out
+# advice if memory runs out
 LESS = "lower --tokens or --context, or choose operations with --only"
 
 
 @dataclass(frozen=True)
 class MeasuredOperation:
-    """One operation: its time, or why it has none.
+    """The result for one operation: its time, or why it has none.
 
-    error: relative L2 against the reference, None before that; wrong: why its result is not to be trusted, or '';
-    skipped: why it was not run, or ''. nbytes: read and written. copies: of the inputs, taken in turn; cold: whether
-    they exceed the cache together. reference: the time of its plain PyTorch twin, None where that is what was measured;
-    rival, rival_name: the same of a library's own operator, where there is one.
+    Attributes:
+        nbytes: bytes read and written.
+        copies: copies of the inputs, used in turn.
+        cold: whether the inputs are outside the GPU's cache at each call.
+        error: relative L2 error against the reference; None if it was not compared.
+        reference: time of the plain PyTorch implementation; None if that is what was measured.
+        rival, rival_name: time and name of another library's operator, if there is one.
+        wrong, skipped: why the result cannot be trusted, or why the operation was not run; or "".
     """
 
     case: Case
@@ -70,7 +74,7 @@ class MeasuredOperation:
     skipped: str = ""
 
     def record(self, ceilings: Ceilings) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         case, seconds = self.case, self.timing.median if self.timing else None
         rates = (self.nbytes / seconds, self.flops / seconds) if seconds else (None, None)
         finite = self.error is not None and self.error < float("inf")
@@ -101,9 +105,10 @@ class MeasuredOperation:
 
 
 def read_shapes(model: str, tp: int) -> Shapes:
-    """The shapes of a released model by its name (flash, pro, flash-0731, tiny), or of any source of a model.
+    """Return the shapes of a released model by name (flash, pro, flash-0731, tiny), or of any model source.
 
-    Raises what `resolve_model` and `identify` raise, UsageError for ranks that do not divide the model.
+    Raises Dsv4Error as `resolve_model` and `identify` do, and UsageError if the number of ranks does not divide the
+    model.
     """
     if model in PRESETS:
         config, formats = parse_config(PRESETS[model], model), Formats()
@@ -116,43 +121,44 @@ def read_shapes(model: str, tp: int) -> Shapes:
 
 
 def read_tokens(text: str) -> list[int]:
-    """The numbers of '1,16'. Raises UsageError for anything else."""
+    """Parse numbers such as "1,16". Raises UsageError for anything else."""
     parts = text.split(",")
     if not all(re.fullmatch(r"\s*[0-9]{1,9}\s*", part) for part in parts):
-        raise UsageError(f"--tokens cannot be {text!r}", "give whole numbers with commas between them: 1,16")
+        raise UsageError(f"--tokens cannot be {text!r}", "use whole numbers separated by commas: 1,16")
     tokens = [int(part) for part in parts]
     if not all(1 <= count <= MOST_TOKENS for count in tokens):
-        raise UsageError(f"--tokens cannot be {text!r}", f"each number is from 1 to {MOST_TOKENS}")
+        raise UsageError(f"--tokens cannot be {text!r}", f"use numbers from 1 to {MOST_TOKENS}")
     return list(dict.fromkeys(tokens))
 
 
 def check_context(shapes: Shapes, tokens: Iterable[int], context: int) -> None:
-    """Raises UsageError for a context that the model does not have, or that a prompt of so many tokens exceeds."""
+    """Raise UsageError if the model does not support this context or a prompt of this many tokens."""
     most = shapes.config.max_position_embeddings
     if not 1 <= context <= most:
-        raise UsageError(f"--context cannot be {context}", f"this model has contexts from 1 to {most}")
+        raise UsageError(f"--context cannot be {context}", f"use a number from 1 to {most}, the model's context limit")
     longest = max(tokens)
     if longest > most:
-        raise UsageError(f"--tokens {longest} is longer than the model's context", f"use at most {most}")
+        raise UsageError(f"--tokens {longest} exceeds the model's context limit", f"use at most {most}")
 
 
 def select_cases(bench: BenchmarkInputs, only: Sequence[str]) -> list[Case]:
-    """The cases with these names or of these families; all where none is given. Raises UsageError for another name."""
+    """Return the cases with these names or of these families; all of them if `only` is empty. Raises UsageError."""
     cases = [case for family in FAMILIES for case in family(bench)]
     known = dict.fromkeys([*(case.name for case in cases), *(case.family for case in cases)])
     unknown = [name for name in only if name not in known]
     if unknown:
-        raise UsageError(f"--only: there is no operation {unknown[0]!r} here", "known: " + ", ".join(known))
+        raise UsageError(f"--only: unknown operation {unknown[0]!r}", "known: " + ", ".join(known))
     return [case for case in cases if not only or case.name in only or case.family in only]
 
 
 def profile_kernels(
     shapes: Shapes, tokens: Sequence[int], context: int, only: Sequence[str], device: torch.device, backend: Backend
 ) -> Iterator[MeasuredOperation]:
-    """Measures case by case; inputs of one case are on the device at a time.
+    """Measure the cases one by one. Only one case has its inputs on the device at a time.
 
-    Raises UsageError as `select_cases`, before anything is measured, and UnsoundResult where a kernel is compiled while
-    time is taken.
+    Raises:
+        UsageError: as `select_cases`, before anything is measured.
+        UnsoundResult: a kernel was compiled during timing.
     """
     plans = []
     for count in tokens:
@@ -163,7 +169,7 @@ def profile_kernels(
 
 @torch.inference_mode()
 def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.device, backend: Backend) -> None:
-    """A second pass over lines of a document: each gets another time, taken on other inputs, as its "second_pass"."""
+    """Time these lines of a document again, on other inputs, and add the result to each as "second_pass"."""
     plans: dict[tuple[int, int], tuple[BenchmarkInputs, dict[str, Case]]] = {}
     for line in lines:
         place = line["tokens"], line["context"]
@@ -180,7 +186,7 @@ def time_again(shapes: Shapes, lines: Iterable[dict[str, Any]], device: torch.de
 @contextmanager
 def _alone(device: torch.device, backend: Backend) -> Iterator[None]:
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what the case before has freed counts as free
+        torch.cuda.empty_cache()  # so that memory that the previous case freed counts as free
     with use(backend), step_memory(device, LESS), Workspace().current():
         yield
 
@@ -192,7 +198,7 @@ def _one(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperat
 
 @torch.inference_mode()
 def measure(case: Case, bench: BenchmarkInputs, backend: Backend) -> MeasuredOperation:
-    """One case: whether it fits, then whether it is right, then how long it takes, and its twin and its rival."""
+    """Measure one case: check that it fits, check its result, then time it, its reference and its rival."""
     refusal = _refusal(case, bench.device)
     result = partial(MeasuredOperation, case, bench.tokens, bench.context)
     if refusal:
@@ -224,7 +230,7 @@ def _once(work: Work) -> Tensors:
 
 
 def _traffic(work: Work, outputs: Tensors) -> int:
-    """The bytes that it reads and writes."""
+    """Return the bytes that one call reads and writes."""
     read = _nbytes(work.arguments) if work.read is None else work.read
     return read + (_nbytes(outputs) if work.written is None else work.written)
 
@@ -241,15 +247,15 @@ def _time_rival(rival: Competitor, sets: Sequence[tuple[torch.Tensor | None, ...
 
 
 def _refusal(case: Case, device: torch.device) -> str:
-    """Why the case is not run on this device, or ''."""
+    """Return why the case cannot run on this device, or ""."""
     if device.type == "cpu":
         if case.needs > CPU_BYTES:
-            return f"its inputs take {case.needs / 1e9:.2f} GB, a CPU is given {CPU_BYTES / 1e9:.1f} GB"
+            return f"its inputs take {case.needs / 1e9:.2f} GB; the limit on a CPU is {CPU_BYTES / 1e9:.1f} GB"
         if case.cost > CPU_FLOPS:
-            return f"it takes {case.cost / 1e9:.1f} GFLOP, a CPU is given {CPU_FLOPS / 1e9:.0f} GFLOP"
+            return f"it takes {case.cost / 1e9:.1f} GFLOP; the limit on a CPU is {CPU_FLOPS / 1e9:.0f} GFLOP"
     free = free_memory(device)
     if free is not None and case.needs > free * 2 * SHARE:
-        return f"its inputs take {case.needs / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free"
+        return f"its inputs take {case.needs / 1e9:.2f} GB, but only {free / 1e9:.2f} GB are free"
     return ""
 
 
@@ -261,8 +267,8 @@ def _error(case: Case, work: Work, outputs: Tensors) -> float:
 
 def _complaint(case: Case, error: float) -> str:
     if error == float("inf"):
-        return "its result is not finite" if case.bound.limit else "its result is not equal to the reference's"
-    return f"it is {error:.2g} from its reference, at most {case.bound.limit:.2g} is allowed ({case.bound.reason})"
+        return "its result is not finite" if case.bound.limit else "its result differs from the reference"
+    return f"its relative error is {error:.2g}, at most {case.bound.limit:.2g} is allowed ({case.bound.reason})"
 
 
 def _in_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -270,7 +276,7 @@ def _in_fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _copies(work: Work, nbytes: int, device: torch.device) -> list[tuple[torch.Tensor | None, ...]]:
-    """The inputs and, on a GPU, as many copies as it takes to leave the cache before the first comes again."""
+    """Return the inputs and, on a GPU, enough copies that each set has left the cache before it is used again."""
     sets = [work.arguments]
     cache, size = cache_bytes(device), max(_nbytes(work.arguments), 1)
     if cache:

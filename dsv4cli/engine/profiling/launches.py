@@ -1,4 +1,4 @@
-"""What a step launches on a GPU: kernels and copies by part of the model, seconds in which the GPU is busy or waits."""
+"""Counts what a step launches on a GPU, by part of the model, and how long the GPU is busy or idle."""
 
 import os
 from collections import Counter
@@ -17,17 +17,23 @@ from dsv4cli.engine.profiling.layers import LayerTime, Owner, layer_times
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
 from dsv4cli.errors import UnsoundResult
 
-# how calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton) begin
+# name prefix of calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton)
 CALLS = "cu"
-# the moment of a call that the profiler has lost: in no range
+# the time of a call that the profiler lost: in no range
 NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
 class Launches:
-    """count: kernels and copies of a step; busy: seconds in which at least one ran; by_class: how many of them each
-    class launched, and what runs between them: `count` in all; seconds: of `busy`, those of each class, where several
-    run at once those of the first; layers: of each kind one, kernel by kernel."""
+    """Kernels and copies of one step.
+
+    Attributes:
+        count: kernels and copies of the step.
+        busy: seconds in which at least one of them ran.
+        by_class: kernels and copies of each class, and of `OTHER`; their sum is `count`.
+        seconds: `busy` split by class. Where several run at once, the time counts for the first.
+        layers: one layer of each kind, kernel by kernel.
+    """
 
     count: int
     busy: float
@@ -36,7 +42,12 @@ class Launches:
     layers: list[LayerTime]
 
     def record(self, seconds: float, tokens: int) -> dict[str, Any]:
-        """For JSON: `seconds` is what the step takes outside the profiler, for `tokens` tokens."""
+        """Return a JSON object.
+
+        Args:
+            seconds: time of the step outside the profiler.
+            tokens: tokens of the step.
+        """
         gaps = max(seconds - self.busy, 0.0)
         return {
             "count": self.count,
@@ -49,10 +60,15 @@ class Launches:
 
 
 def trace_step(step: Call, device: torch.device, file: Path | None, replay: Call | None = None) -> Launches | None:
-    """Runs a step with ranges under torch's profiler and, where a file is named, writes a Chrome trace; None on a CPU.
+    """Run a step with ranges under torch's profiler. Return None on a CPU.
 
-    replay: the same step captured, where there is one: it is what is written and timed, and its kernels belong to the
-    classes of those that `step` launches. Raises UnsoundResult when they are not as many.
+    Args:
+        file: where to write a Chrome trace, if given.
+        replay: the same step as a captured graph, if there is one. Then the replay is timed and written, and its
+            kernels get the classes of those that `step` launches.
+
+    Raises:
+        UnsoundResult: the replay and `step` launch different numbers of kernels.
     """
     ranged = _trace(step, device, file if replay is None else None)
     if device.type != "cuda":
@@ -73,7 +89,7 @@ def _trace(step: Call, device: torch.device, file: Path | None) -> list[Function
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the lines of the profiler's C++ library away from stderr; no setting of it does."""
+    """Hide what the profiler's C++ library prints to stderr. It has no setting for that."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -85,24 +101,24 @@ def _quiet() -> Iterator[None]:
 
 
 def owners_of(events: list[FunctionEvent]) -> list[Owner]:
-    """Whose each kernel and copy is, in the order in which they were launched."""
+    """Return the owner of each kernel and copy, in launch order."""
     host = [event for event in events if event.device_type.name == "CPU"]
     ranges = [(*_span(event), _class(event)) for event in host if event.name.startswith(PREFIX)]
     blocks = sorted(_span(event) for event in host if event.name == PREFIX + BLOCK)
-    # a kernel has the number of the call that launched it; torch's operators have numbers too, from another count
+    # a kernel has the id of the call that launched it; torch's operators have ids from a separate counter
     calls = {event.id: event.time_range.start for event in host if event.name.startswith(CALLS)}
     moments = [calls.get(event.id, NEVER) for event in _work(events)]
     return [Owner(_innermost(ranges, moment), _number(blocks, moment)) for moment in moments]
 
 
 def count_launches(events: list[FunctionEvent], owners: list[Owner]) -> Launches:
-    """Adds up what the profiler saw, by the owner of each kernel and copy in their order."""
+    """Sum up the profiler's events by owner. `owners` has one for each kernel and copy, in the same order."""
     work = _work(events)
     spans, classes = [_span(event) for event in work], [owner.name for owner in owners]
     if len(spans) != len(owners):
         raise UnsoundResult(
-            f"the captured step runs {len(spans)} kernels and copies, the same step launched one by one {len(owners)}",
-            "report it: the profile cannot tell whose they are",
+            f"the captured step runs {len(spans)} kernels and copies, but {len(owners)} without a graph",
+            "report this as a bug: kernels cannot be assigned to parts of the model",
         )
     seconds = dict.fromkeys(classes, 0.0)
     until = float("-inf")
@@ -114,7 +130,7 @@ def count_launches(events: list[FunctionEvent], owners: list[Owner]) -> Launches
 
 
 def _work(events: list[FunctionEvent]) -> list[FunctionEvent]:
-    """Kernels and copies as they ran. Ranges also appear among the device's events; they are no kernels."""
+    """Return kernels and copies in the order in which they ran, without ranges, which are device events too."""
     found = [event for event in events if event.device_type.name == "CUDA" and not event.name.startswith(PREFIX)]
     return sorted(found, key=_span)
 
@@ -124,16 +140,16 @@ def _span(event: FunctionEvent) -> tuple[float, float]:
 
 
 def _class(event: FunctionEvent) -> str:
-    """The class of what runs in a range, but not in a range inside it."""
+    """Return the class of what runs directly in a range, outside nested ranges."""
     name = event.name.removeprefix(PREFIX)
     return CONNECTIONS if name == BLOCK else name
 
 
 def _innermost(ranges: list[tuple[float, float, str]], moment: float) -> str:
-    """The class of the shortest range (start, end, class) that holds the moment."""
+    """Return the class of the shortest range (start, end, class) that contains the moment."""
     return min(((end - start, name) for start, end, name in ranges if start <= moment < end), default=(0.0, OTHER))[1]
 
 
 def _number(ranges: list[tuple[float, float]], moment: float) -> int | None:
-    """Which of the ranges holds the moment."""
+    """Return the index of the range that contains the moment."""
     return next((number for number, (start, end) in enumerate(ranges) if start <= moment < end), None)

@@ -1,4 +1,4 @@
-"""A layer of each kind, kernel by kernel: from the end of one to the end of the next, and where the GPU waits."""
+"""Times a layer of each kind, kernel by kernel, with the GPU's idle time."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dsv4cli.engine.profiling.ranges import ATTENTION
 
 
 class Owner(NamedTuple):
-    """Whose a kernel or copy is: the class, and the number of the block, None outside."""
+    """The owner of a kernel or copy: its class, and the number of its block (None outside blocks)."""
 
     name: str
     block: int | None
@@ -18,8 +18,12 @@ class Owner(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelTime:
-    """seconds: from the end of all before it to its own end, 0 where it ends before them; idle: of these, those before
-    it begins."""
+    """The time of one kernel.
+
+    Attributes:
+        seconds: from the end of all kernels before it to its own end; 0 if it ends before them.
+        idle: the part of `seconds` before the kernel begins.
+    """
 
     name: str
     seconds: float
@@ -28,7 +32,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """The mean of all layers with this attention that launch the same kernels as most of them do."""
+    """The mean of all layers with this kind of attention that launch the most common sequence of kernels."""
 
     kind: str
     layers: int
@@ -36,23 +40,29 @@ class LayerTime:
 
     @property
     def seconds(self) -> float:
-        """From the end of what ran before the layer to the end of its last kernel."""
+        """Seconds from the end of what ran before the layer to the end of its last kernel."""
         return sum(one.seconds for one in self.kernels)
 
     @property
     def idle(self) -> float:
-        """Of these, those in which nothing ran."""
+        """Seconds of these in which nothing ran."""
         return sum(one.idle for one in self.kernels)
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a JSON object."""
         kernels = [{"name": one.name, "seconds": one.seconds, "idle_seconds": one.idle} for one in self.kernels]
         head = {"kind": self.kind, "layers": self.layers, "seconds": self.seconds, "idle_seconds": self.idle}
         return {**head, "kernels": kernels}
 
 
 def layer_times(names: Sequence[str], spans: Sequence[tuple[float, float]], owners: Sequence[Owner]) -> list[LayerTime]:
-    """Of what ran, in the order in which it began: microseconds of begin and end, and whose it is."""
+    """Return the time of a layer of each kind.
+
+    Args:
+        names: kernel names, in the order in which they began.
+        spans: begin and end of each, in microseconds.
+        owners: owner of each.
+    """
     blocks: defaultdict[int, list[KernelTime]] = defaultdict(list)
     kinds: dict[int, str] = {}
     until = spans[0][0] if spans else 0.0

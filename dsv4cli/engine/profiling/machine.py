@@ -1,4 +1,4 @@
-"""On which machine and with which software something was measured."""
+"""Describes the machine and the software of a measurement."""
 
 import platform
 import shutil
@@ -17,7 +17,10 @@ SECONDS = 10
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions, processor and, in a git checkout of this program, the commit; None where unknown."""
+    """Return device, driver, versions, processor and, in a git checkout of dsv4, the commit.
+
+    Unknown values are None.
+    """
     on_gpu = device.type == "cuda"
     index = device.index or 0
     return {
@@ -53,14 +56,14 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit, with -dirty behind it where a file differs from it."""
+    """Return the commit, with the suffix -dirty if files differ from it."""
     if not (CHECKOUT / ".git").exists():
         return None
     return _said("git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _said(program: str, *arguments: str) -> str | None:
-    """The first line that a program prints; None where it is absent, fails or hangs."""
+    """Return the first line that a program prints; None if it is missing, fails or hangs."""
     path = shutil.which(program)
     if path is None:
         return None

@@ -1,4 +1,4 @@
-"""The roofline as a picture: each operation's rate over its FLOP per byte, under the measured ceilings."""
+"""Draws the roofline: each operation's rate against its FLOP per byte, under the measured ceilings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -12,7 +12,7 @@ from dsv4cli.errors import UsageError
 SUFFIXES = (".png", ".svg")
 SIZE, DPI, FRAME = (13.0, 8.0), 120, (0.06, 0.08, 0.73, 0.86)
 POINTS, WIDTH_OF_LETTER = 7.0, 0.64
-# a shape for each number of tokens, smallest first
+# markers by number of tokens, smallest first
 SHAPES = "osD^vP*X<>"
 
 
@@ -25,23 +25,25 @@ class Box(NamedTuple):
     high: float
 
     def meets(self, other: "Box") -> bool:
-        """Whether both share more than an edge."""
+        """Return whether the boxes overlap. A shared edge does not count."""
         beside = self.right <= other.left or other.right <= self.left
         return not (beside or self.high <= other.low or other.high <= self.low)
 
 
 def check_plot(path: Path) -> None:
-    """Raises UsageError for a file that cannot be drawn: another suffix, no right to write there, no matplotlib."""
+    """Raise UsageError if a plot cannot be written: wrong suffix, no write permission, or matplotlib is missing."""
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot {path} ends with neither {' nor '.join(SUFFIXES)}", "name a .png or .svg file")
+        raise UsageError(f"--plot {path} does not end with {' or '.join(SUFFIXES)}", "name a .png or .svg file")
     check_writable("--plot", path)
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")
 
 
 def draw_roofline(document: Mapping[str, Any], path: Path) -> None:
-    """Draws the results of a document of `profile kernels`: a colour for each family, a shape for each number of
-    tokens, a line between the points of one operation, whose name stands once."""
+    """Plot a document of `profile kernels`.
+
+    Each family has a color and each number of tokens a marker. A labeled line connects the points of an operation.
+    """
     figure = import_module("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
     axes = figure.add_axes(FRAME)
     measured = [line for line in document["results"] if line["flops"] and line["seconds"]]
@@ -69,7 +71,7 @@ def _ceilings(axes: Any, ceilings: Mapping[str, Any], intensities: Sequence[floa
 def _points(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
     colours = import_module("matplotlib").colormaps["tab20"].colors
     families = list(dict.fromkeys(line["family"] for line in measured))
-    # the strong half of the colours first
+    # the saturated half of tab20 first
     colour = {family: colours[(2 * i + i // 10) % 20] for i, family in enumerate(families)}
     counts = sorted({line["tokens"] for line in measured})
     shape = {count: SHAPES[i % len(SHAPES)] for i, count in enumerate(counts)}
@@ -85,7 +87,7 @@ def _points(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _operations(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The lines of each operation, fewest tokens first."""
+    """Return the lines of each operation, fewest tokens first."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for line in sorted(measured, key=lambda line: line["tokens"]):
         found.setdefault(line["name"], []).append(line)
@@ -93,11 +95,11 @@ def _operations(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _names(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Each operation's name beside its last point, or as near as there is room, with a line to the point."""
-    axes.autoscale_view()  # or pixels are those of an empty picture
+    """Label each operation at its last point, or nearby with a line to the point."""
+    axes.autoscale_view()  # without it, pixels are those of an empty plot
     pixels = [tuple(axes.transData.transform(_place(line))) for line in measured]
     last = {line["name"]: (_place(line), place) for line, place in zip(measured, pixels, strict=True)}
-    pixel = 72 / DPI  # in points: an SVG has other pixels
+    pixel = 72 / DPI  # size of a pixel in points: SVG pixels differ
     height = POINTS / pixel
     boxes = places([(name, place) for name, (_, place) in last.items()], pixels, height)
     for (name, (point, (x, y))), box in zip(last.items(), boxes, strict=True):
@@ -112,7 +114,7 @@ def _names(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
 def places(
     names: Sequence[tuple[str, tuple[float, float]]], points: Sequence[tuple[float, float]], height: float
 ) -> list[Box]:
-    """A box for each name with its point, none of which meets another, nor a point if there is room beside them."""
+    """Return a box for each label. Boxes do not overlap each other and, if possible, do not cover points."""
     dots = [Box(x - 3, y - 3, x + 3, y + 3) for x, y in points]
     taken: list[Box] = []
     for name, point in names:
@@ -127,7 +129,7 @@ def _hit(box: Box, others: Sequence[Box]) -> bool:
 
 
 def _around(point: tuple[float, float], width: float, height: float) -> Iterator[Box]:
-    """To the right and to the left of the point, ever farther above and below."""
+    """Yield boxes to the right and left of a point, at increasing distance above and below it."""
     for step in range(200):
         for up in (step, -step):
             for side in (0.0, 1.0, 0.5):

@@ -1,4 +1,4 @@
-"""Which part of the model a moment of a step belongs to: ranges around its modules, timed and shown to the profiler."""
+"""Ranges around the model's modules, to time each part of a step and to label it for the profiler."""
 
 import time
 from collections import Counter, defaultdict
@@ -20,9 +20,9 @@ PREFIX = "dsv4: "
 ATTENTION = {0: "sliding attention", 4: "CSA attention", 128: "HCA attention"}
 MIXTURE = {False: "MoE, scored", True: "MoE, hash"}
 BATCH, EMBEDDING, HEAD, BLOCK = "batch", "embedding", "head", "block"
-# what a block has beside attention and MoE
+# class of everything in a block except attention and MoE
 CONNECTIONS = "hyper-connections"
-# what a step has beside all classes
+# class of everything in a step outside the other classes
 OTHER = "between them"
 CLASSES = (BATCH, EMBEDDING, *ATTENTION.values(), *MIXTURE.values(), CONNECTIONS, HEAD)
 
@@ -31,7 +31,7 @@ Hooks = tuple[Callable[..., None], Callable[..., None]]
 
 
 class Ranges:
-    """The ranges of one step, in the order in which they end: name, start and end."""
+    """The ranges of one step (name, start, end), in the order in which they end."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -39,27 +39,27 @@ class Ranges:
         self._open: list[tuple[str, Mark, Any]] = []
 
     def begin(self, name: str) -> None:
-        """Opens a range inside the one that is open."""
+        """Open a nested range."""
         label = torch.profiler.record_function(PREFIX + name)
         label.__enter__()
         self._open.append((name, self._mark(), label))
 
     def end(self) -> None:
-        """Closes the innermost range."""
+        """Close the innermost range."""
         name, start, label = self._open.pop()
         self.spans.append((name, start, self._mark()))
         label.__exit__(None, None, None)
 
     @contextmanager
     def range(self, name: str) -> Iterator[None]:
-        """A range around what runs inside."""
+        """Open a range around the block."""
         self.begin(name)
         yield
         self.end()
 
     @contextmanager
     def around(self, model: Transformer) -> Iterator[None]:
-        """Ranges around the main blocks of a model, their parts, and the embedding."""
+        """Add ranges to the main blocks of a model, their parts and the embedding while the block runs."""
         handles = []
         for module, name in _named(model):
             before, after = self._hooks(name)
@@ -71,11 +71,11 @@ class Ranges:
                 handle.remove()
 
     def counts(self) -> Counter[str]:
-        """How many ranges of each name there were."""
+        """Return the number of ranges by name."""
         return Counter(name for name, _, _ in self.spans)
 
     def seconds(self) -> dict[str, float]:
-        """Seconds of each class on the device's clock, gaps included; the device must be done."""
+        """Return seconds by class on the device's clock, gaps included. The device must have finished."""
         total: defaultdict[str, float] = defaultdict(float)
         for name, start, end in self.spans:
             total[name] += _between(start, end)
@@ -95,7 +95,7 @@ class Ranges:
 
 
 def expected_counts(config: ModelConfig) -> Counter[str]:
-    """How many ranges of each name a step of this model has, by its layer schedule."""
+    """Return how many ranges of each name a step of this model has, according to its layer schedule."""
     layers = range(config.num_hidden_layers)
     names = [ATTENTION[ratio] for ratio in config.layer_ratios]
     names += [MIXTURE[config.is_hash_layer(layer)] for layer in layers]
@@ -103,7 +103,7 @@ def expected_counts(config: ModelConfig) -> Counter[str]:
 
 
 def _named(model: Transformer) -> Iterator[tuple[nn.Module, str]]:
-    """What a module is follows from the module itself, so that the layer schedule can be held against it."""
+    """Yield the modules and their range names, derived from each module itself to verify the layer schedule."""
     for module in (model.embed, *model.layers.modules()):
         if isinstance(module, Embedding):
             yield module, EMBEDDING

@@ -30,17 +30,23 @@ from dsv4cli.kernels.formats import E8M0_BIAS
 from dsv4cli.kernels.workspace import Workspace
 
 WARM = 2
-# whole steps: for this long, at least and at most so often
+# timing of whole steps: seconds, then the minimum and maximum number of steps
 SECONDS, FEWEST, MOST = 1.0, 5, 50
-# the decode context that is measured where none is named
+# default context of a decode step, in tokens
 CONTEXT = 4096
-# where memory runs out
+# advice if memory runs out
 LESS = "lower --context, --batch or --tokens"
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """tokens: of each sequence in the step; context: how many it has before it; batch: sequences."""
+    """The size of a step.
+
+    Attributes:
+        tokens: tokens of each sequence in the step.
+        context: tokens of each sequence before the step.
+        batch: number of sequences.
+    """
 
     tokens: int
     context: int
@@ -53,17 +59,25 @@ class StepShape:
 
     @property
     def workload(self) -> Workload:
-        """What loading leaves room for: a prompt is one chunk; before a step that decodes chunks may have any size."""
+        """The workload to reserve memory for: one chunk for a prompt, chunks of any size before a decode step."""
         return Workload(self.context + self.tokens, self.batch, self.total if self.tokens > 1 else None)
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """total: the step as it runs, captured or not; classes: seconds of each part, of `ranged` seconds in all; counts:
-    ranges seen; launches: None on a CPU; weight_bytes: weights that the step reads, each once.
+    """The times of a step and its parts.
 
-    On a GPU a part's seconds are those in which its kernels run, and what is between them is its waiting. On a CPU they
-    are those of its calls.
+    On a GPU, a part's time is that in which its kernels run; the gaps are listed separately. On a CPU, it is the time
+    of its calls.
+
+    Attributes:
+        total: time of the step as the engine runs it.
+        captured: whether the step is a captured graph.
+        ranged: seconds of the run that was split into classes.
+        classes: seconds by class; their sum is `ranged`.
+        counts: number of ranges by class.
+        launches: launches of the step; None on a CPU.
+        weight_bytes: bytes of the weights that the step reads, each counted once.
     """
 
     total: Timing
@@ -76,21 +90,23 @@ class StepProfile:
 
 
 def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: int) -> StepShape:
-    """Prompts start at 0 and decoding at 4,096 tokens, or what the model has, unless a context is given.
+    """Return the size of the step.
 
-    Raises UsageError for more than the model or a step takes.
+    The default context is 0 for a prompt, and 4,096 tokens (or the model's limit) for decode.
+
+    Raises UsageError if it exceeds the limits of the model or of a step.
     """
     most = config.max_position_embeddings
     default = 0 if tokens > 1 else min(CONTEXT, most - 1)
     load = StepShape(tokens, default if context is None else context, batch)
     if load.context + load.tokens > most:
         raise UsageError(
-            f"--context {load.context} and --tokens {tokens} are longer than the model's context, {most} tokens",
-            f"use at most {most} together",
+            f"--context {load.context} plus --tokens {tokens} exceed the model's context limit of {most} tokens",
+            f"use at most {most} in total",
         )
     if load.total > MAX_STEP_TOKENS:
         raise UsageError(
-            f"{load.batch} x {tokens} tokens are more than a step takes", f"use at most {MAX_STEP_TOKENS} in all"
+            f"{load.batch} x {tokens} tokens exceed the limit of a step", f"use at most {MAX_STEP_TOKENS} in total"
         )
     return load
 
@@ -99,11 +115,14 @@ def choose_load(config: ModelConfig, tokens: int, context: int | None, batch: in
 def profile_step(
     model: Transformer, load: StepShape, device: torch.device, backend: Backend = "auto", trace: Path | None = None
 ) -> StepProfile:
-    """Runs the same step again and again: for its time, for the time of its parts, for what it launches.
+    """Run the same step repeatedly: to time it, to time its parts, and to count its launches.
 
-    The cache is filled with random values in place of `context` tokens; the step's tokens are random as well.
-    Raises UnsoundResult for logits that are not finite, for parts that do not agree with the layer schedule, and where
-    a kernel is compiled while time is taken; NotEnoughMemory.
+    The KV cache is filled with random values for `context` tokens. The step's tokens are random as well.
+
+    Raises:
+        UnsoundResult: logits are not finite, the parts do not match the layer schedule, or a kernel was compiled during
+            timing.
+        NotEnoughMemory: the step needs more memory than there is.
     """
     with use(backend), step_memory(device, LESS), Workspace().current():
         step = _Step(model, load, device)
@@ -128,7 +147,7 @@ def profile_step(
 
 
 class _Step:
-    """One step over the same places, whenever it runs: lengths do not change."""
+    """A repeatable step at fixed positions: sequence lengths do not change."""
 
     def __init__(self, model: Transformer, load: StepShape, device: torch.device) -> None:
         self.model = model
@@ -146,11 +165,11 @@ class _Step:
             self.work.append((sequence, row))
         if load.context:
             fill(self.cache)
-        # captured now, before anything is hooked into the model
+        # capture now, before hooks are added to the model
         self.captured = None if self.decoder is None else self.decoder.filled(self.next)
 
     def run(self, ranges: Ranges) -> torch.Tensor:
-        """The logits of each sequence's last token; the parts outside the blocks are marked in `ranges`."""
+        """Return the logits of each sequence's last token. Parts outside the blocks are marked in `ranges`."""
         with ranges.range(BATCH):
             if self.decoder is None or self.captured is None:
                 batch = make_batch(self.cache, self.work)
@@ -162,29 +181,29 @@ class _Step:
 
     @property
     def next(self) -> list[tuple[Sequence, list[int]]]:
-        """The one token of each sequence."""
+        """Each sequence with its one token."""
         return self.work
 
     @property
     def replay(self) -> Call | None:
-        """The captured step, its numbers being there."""
+        """A replay of the captured step with the inputs already in place; None if it is not captured."""
         return None if self.captured is None else self.captured.run
 
     def whole(self) -> torch.Tensor:
-        """The step as it runs in use: captured where it can be."""
+        """Run the step as the engine does: as a captured graph if possible."""
         return self.run(Ranges(self.device)) if self.decoder is None else self.decoder.filled(self.next).run().logits
 
 
 def fill(cache: Cache) -> None:
-    """Random state, as if tokens had gone through the model."""
+    """Fill the KV cache with random values, as if tokens had gone through the model."""
     generator = torch.Generator(cache.device).manual_seed(0)
     for layer in cache.layers:
         for data in [ring.data for ring in layer.rings()] + [pool.data for pool in layer.pools()]:
             if data.is_floating_point():
                 data.normal_(generator=generator)
-            elif data.dtype == torch.int8:  # codes, any of which stand for a number
+            elif data.dtype == torch.int8:  # FP4 codes: every byte is valid
                 data.random_(-128, 128, generator=generator)
-            else:  # their scales
+            else:  # scales of FP4 codes
                 data.fill_(E8M0_BIAS)
 
 
@@ -200,7 +219,7 @@ def _time(step: Callable[[], object], device: torch.device) -> Timing:
 
 
 def _time_parts(model: Transformer, step: _Step, device: torch.device) -> tuple[float, Ranges]:
-    """The fastest of a few steps with ranges around the parts: its seconds and its ranges."""
+    """Return the seconds and the ranges of the fastest of a few steps with ranges around their parts."""
     runs = []
     for _ in range(FEWEST):
         ranges = Ranges(device)
@@ -218,15 +237,15 @@ def _check_schedule(config: ModelConfig, ranges: Ranges) -> dict[str, int]:
     for name in expected | seen:
         if seen[name] != expected[name]:
             raise UnsoundResult(
-                f"the step ran {seen[name]} parts of class {name!r}, the layer schedule has {expected[name]}",
-                "report it: the profile does not show the whole model",
+                f"the step ran {seen[name]} parts of class {name!r}, but the layer schedule has {expected[name]}",
+                "report this as a bug: the profile does not cover the whole model",
             )
     return dict(seen)
 
 
 @contextmanager
 def _count_experts(model: Transformer) -> Iterator[dict[MoE, int]]:
-    """How many different experts each layer uses inside."""
+    """Count how many different experts each layer uses while the block runs."""
     hit: dict[MoE, int] = {}
 
     def note(layer: MoE) -> Callable[..., None]:
@@ -245,7 +264,7 @@ def _count_experts(model: Transformer) -> Iterator[dict[MoE, int]]:
 
 
 def _weight_bytes(model: Transformer, hit: dict[MoE, int], load: StepShape) -> int:
-    """Bytes of the weights that a step reads: all of the main model but the rows of tables and the experts not used."""
+    """Return the bytes of weights that a step reads: the main model without unused experts and table rows."""
     tables = {model.embed.weight, *(p for name, p in model.named_parameters() if name.endswith(".tid2eid"))}
     total = sum(p.nbytes for name, p in model.named_parameters() if not name.startswith("mtp.") and p not in tables)
     total += sum(min(load.total, table.shape[0]) * table[0].nbytes for table in tables)

@@ -215,7 +215,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("bisect", NET), "nothing says what is different on the other side"),
         (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots goes alone"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "are models of other shapes: 3 layers of"),
-        (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif ends with neither"),
+        (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif does not end with"),
         (("bisect", NET, "--prefill-chunk", "1", "--keep", "full"), "full is not empty"),
     ],
 )
