@@ -1,4 +1,4 @@
-"""Draws the roofline: each operation's rate against its FLOP per byte, under the measured ceilings."""
+"""Roofline plot: the rate of each operation by its FLOP per byte, below the measured ceilings."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -10,10 +10,13 @@ from dsv4cli.engine.profiling.output_file import check_writable
 from dsv4cli.errors import UsageError
 
 SUFFIXES = (".png", ".svg")
-SIZE, DPI, FRAME = (13.0, 8.0), 120, (0.06, 0.08, 0.73, 0.86)
-POINTS, WIDTH_OF_LETTER = 7.0, 0.64
-# markers by number of tokens, smallest first
-SHAPES = "osD^vP*X<>"
+SIZE, DPI = (14.0, 7.5), 120  # inches, dots per inch
+# of the picture's width and height: the panels; the rest is the title, the axes' names and the key
+PANELS = {"left": 0.06, "right": 0.78, "bottom": 0.09, "top": 0.89, "wspace": 0.06, "hspace": 0.24}
+MAX_COLUMNS = 3  # panels side by side
+# the size of a number in points, and the width of a digit as a fraction of it
+POINTS, WIDTH_OF_DIGIT = 8.0, 0.62
+MAX_KEY_ROWS = 34  # operations in one column of the key
 
 
 class Box(NamedTuple):
@@ -25,100 +28,144 @@ class Box(NamedTuple):
     high: float
 
     def meets(self, other: "Box") -> bool:
-        """Return whether the boxes overlap. A shared edge does not count."""
-        beside = self.right <= other.left or other.right <= self.left
-        return not (beside or self.high <= other.low or other.high <= self.low)
+        """Return whether both share more than an edge."""
+        apart = self.right <= other.left or other.right <= self.left
+        return not (apart or self.high <= other.low or other.high <= self.low)
 
 
 def check_plot(path: Path) -> None:
-    """Raise UsageError if a plot cannot be written: wrong suffix, no write permission, or matplotlib is missing."""
+    """Raise UsageError if the plot cannot be written: unknown suffix, no write permission, or no matplotlib."""
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot {path} does not end with {' or '.join(SUFFIXES)}", "name a .png or .svg file")
+        raise UsageError(f"--plot {path} ends with neither {' nor '.join(SUFFIXES)}", "name a .png or .svg file")
     check_writable("--plot", path)
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")
 
 
 def draw_roofline(document: Mapping[str, Any], path: Path) -> None:
-    """Plot a document of `profile kernels`.
+    """Draw the results of a document of `profile kernels`, one panel for each number of tokens.
 
-    Each family has a color and each number of tokens a marker. A labeled line connects the points of an operation.
+    Operations are numbered in all panels alike and colored by family; the key on the right has their names.
     """
     figure = import_module("matplotlib.figure").Figure(figsize=SIZE, dpi=DPI)
-    axes = figure.add_axes(FRAME)
     measured = [line for line in document["results"] if line["flops"] and line["seconds"]]
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
-    axes.set_title(f"{document['model']} on {document['machine']['device']}")
-    _ceilings(axes, document["ceilings"], [_place(line)[0] for line in measured])
-    _points(axes, measured)
-    _names(axes, measured)
+    families = list(dict.fromkeys(line["family"] for line in measured))
+    operations = sorted(
+        {(line["family"], line["name"]) for line in measured}, key=lambda one: (families.index(one[0]), one)
+    )
+    numbers = {name: number for number, (_, name) in enumerate(operations, 1)}
+    colors = _colors(families)
+    for axes, lines in _panels(figure, measured):
+        axes.set(xscale="log", yscale="log", xlim=_span(measured, 0), ylim=_span(measured, 1, document["ceilings"]))
+        axes.grid(alpha=0.25, linewidth=0.5)
+        _ceilings(axes, document["ceilings"])
+        for line in lines:
+            axes.plot(*_place(line), "o", color=colors[line["family"]], markersize=6, markeredgecolor="white")
+        _numbers(axes, lines, numbers, colors)
+    figure.suptitle(
+        f"{document['model']} on {document['machine']['device']}: roofline of each operation", y=0.97, fontsize=14
+    )
+    figure.supxlabel("arithmetic intensity, FLOP per byte", x=0.42)
+    figure.supylabel("TFLOP/s")
+    _key(figure, operations, colors)
     figure.savefig(path, dpi=DPI)
+
+
+def _colors(families: Sequence[str]) -> dict[str, Any]:
+    shades = import_module("matplotlib").colormaps["tab20"].colors
+    # the ten dark shades come first
+    return {family: shades[(2 * i + i // 10) % 20] for i, family in enumerate(families)}
+
+
+def _panels(figure: Any, measured: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, list[Mapping[str, Any]]]]:
+    counts = sorted({line["tokens"] for line in measured})
+    columns = min(max(len(counts), 1), MAX_COLUMNS)
+    rows = -(-max(len(counts), 1) // columns)
+    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True, gridspec_kw=PANELS)
+    for axes, count in zip(grid.flat, counts, strict=False):
+        axes.set_title(f"{count:,} token" + "s" * (count != 1), fontsize=11)
+        yield axes, [line for line in measured if line["tokens"] == count]
+    for axes in grid.flat[len(counts) :]:
+        axes.set_axis_off()
 
 
 def _place(line: Mapping[str, Any]) -> tuple[float, float]:
     return line["flops"] / line["bytes"], line["flops_per_second"] / 1e12
 
 
-def _ceilings(axes: Any, ceilings: Mapping[str, Any], intensities: Sequence[float]) -> None:
-    bandwidth = max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"])
-    low, high = min(intensities, default=1) / 4, max(intensities, default=1) * 4
+def _bandwidth(ceilings: Mapping[str, Any]) -> float:
+    return float(max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"]))
+
+
+def _span(
+    measured: Sequence[Mapping[str, Any]], axis: int, ceilings: Mapping[str, Any] | None = None
+) -> tuple[float, float]:
+    """Return the limits of an axis that all panels share; the highest ceiling is within them."""
+    values = [_place(line)[axis] for line in measured] or [1.0]
+    highest = max(ceilings["matmul_flops"].values(), default=1e12) / 1e12 if ceilings else max(values)
+    return min(values) / 2, max(*values, highest) * 2.5
+
+
+def _ceilings(axes: Any, ceilings: Mapping[str, Any]) -> None:
+    low, high = axes.get_xlim()
     for (name, rate), dash in zip(ceilings["matmul_flops"].items(), ("-", "--", "-.", ":"), strict=False):
-        corners = [low, max(low, min(rate / bandwidth, high)), high]
-        rates = [min(rate, bandwidth * x) / 1e12 for x in corners]
-        axes.plot(corners, rates, dash, color="black", linewidth=1, label=f"ceiling, {name}")
-
-
-def _points(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
-    colours = import_module("matplotlib").colormaps["tab20"].colors
-    families = list(dict.fromkeys(line["family"] for line in measured))
-    # the saturated half of tab20 first
-    colour = {family: colours[(2 * i + i // 10) % 20] for i, family in enumerate(families)}
-    counts = sorted({line["tokens"] for line in measured})
-    shape = {count: SHAPES[i % len(SHAPES)] for i, count in enumerate(counts)}
-    for lines in _operations(measured):
-        axes.plot(*zip(*map(_place, lines), strict=True), color=colour[lines[0]["family"]], linewidth=0.6, alpha=0.6)
-    for line in measured:
-        axes.plot(*_place(line), shape[line["tokens"]], color=colour[line["family"]], markersize=5)
-    for family in families:
-        axes.plot([], [], "s", color=colour[family], label=family)
-    for count in counts:
-        axes.plot([], [], shape[count], color="grey", label=f"{count:,} token" + "s" * (count != 1))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0, fontsize=8)
-
-
-def _operations(measured: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """Return the lines of each operation, fewest tokens first."""
-    found: dict[str, list[Mapping[str, Any]]] = {}
-    for line in sorted(measured, key=lambda line: line["tokens"]):
-        found.setdefault(line["name"], []).append(line)
-    return list(found.values())
-
-
-def _names(axes: Any, measured: Sequence[Mapping[str, Any]]) -> None:
-    """Label each operation at its last point, or nearby with a line to the point."""
-    axes.autoscale_view()  # without it, pixels are those of an empty plot
-    pixels = [tuple(axes.transData.transform(_place(line))) for line in measured]
-    last = {line["name"]: (_place(line), place) for line, place in zip(measured, pixels, strict=True)}
-    pixel = 72 / DPI  # size of a pixel in points: SVG pixels differ
-    height = POINTS / pixel
-    boxes = places([(name, place) for name, (_, place) in last.items()], pixels, height)
-    for (name, (point, (x, y))), box in zip(last.items(), boxes, strict=True):
-        right, up = (box.left + box.right) / 2 - x, (box.low + box.high) / 2 - y
-        line = {"arrowstyle": "-", "linewidth": 0.4, "color": "grey"} if abs(up) > 1.5 * height else None
+        knee = min(max(low, rate / _bandwidth(ceilings)), high)
+        rates = [min(rate, _bandwidth(ceilings) * x) / 1e12 for x in (low, knee, high)]
+        axes.plot((low, knee, high), rates, dash, color="black", linewidth=1)
         axes.annotate(
-            name, point, (right * pixel, up * pixel), textcoords="offset points",
-            fontsize=POINTS, ha="center", va="center", arrowprops=line,
+            f"{name} {rate / 1e12:,.0f} TFLOP/s",
+            (high, rates[-1]),
+            (-3, 3),
+            textcoords="offset points",
+            fontsize=POINTS,
+            ha="right",
+        )
+    axes.annotate(
+        f"memory {_bandwidth(ceilings) / 1e12:.2f} TB/s",
+        (0.02, 0.97),
+        xycoords="axes fraction",
+        fontsize=POINTS,
+        va="top",
+    )
+
+
+def _numbers(
+    axes: Any, lines: Sequence[Mapping[str, Any]], numbers: Mapping[str, int], colors: Mapping[str, Any]
+) -> None:
+    """Write each operation's number as near to its point as the other numbers leave space, joined where far."""
+    pixels = [tuple(axes.transData.transform(_place(line))) for line in lines]
+    pixel = 72 / DPI  # in points: an SVG has other pixels
+    height = POINTS / pixel
+    boxes = places([(str(numbers[line["name"]]), at) for line, at in zip(lines, pixels, strict=True)], pixels, height)
+    for line, (x, y), box in zip(lines, pixels, boxes, strict=True):
+        right, up = (box.left + box.right) / 2 - x, (box.low + box.high) / 2 - y
+        color = colors[line["family"]]
+        join = {"arrowstyle": "-", "linewidth": 0.5, "color": color} if abs(up) > 1.5 * height else None
+        axes.annotate(
+            str(numbers[line["name"]]), _place(line), (right * pixel, up * pixel), textcoords="offset points",
+            fontsize=POINTS, color=color, ha="center", va="center", arrowprops=join,
         )  # fmt: skip
+
+
+def _key(figure: Any, operations: Sequence[tuple[str, str]], colors: Mapping[str, Any]) -> None:
+    line_of = import_module("matplotlib.lines").Line2D
+    handles = [line_of([], [], marker="o", linestyle="", color=colors[family]) for family, _ in operations]
+    names = [f"{number}  {name}" for number, (_, name) in enumerate(operations, 1)]
+    columns = -(-max(len(names), 1) // MAX_KEY_ROWS)
+    figure.legend(
+        handles, names, loc="upper left", bbox_to_anchor=(0.785, 0.91), fontsize=POINTS / columns**0.3, ncols=columns,
+        frameon=False, handletextpad=0.2, labelspacing=0.35, columnspacing=0.5,
+    )  # fmt: skip
 
 
 def places(
     names: Sequence[tuple[str, tuple[float, float]]], points: Sequence[tuple[float, float]], height: float
 ) -> list[Box]:
-    """Return a box for each label. Boxes do not overlap each other and, if possible, do not cover points."""
+    """Return a box for the label of each point. Boxes never overlap, and avoid points where there is space."""
     dots = [Box(x - 3, y - 3, x + 3, y + 3) for x, y in points]
     taken: list[Box] = []
     for name, point in names:
-        boxes = list(_around(point, len(name) * WIDTH_OF_LETTER * height, height))
+        boxes = list(_around(point, len(name) * WIDTH_OF_DIGIT * height, height))
         clear = (box for box in boxes if not _hit(box, taken) and not _hit(box, dots))
         taken.append(next(clear, None) or next(box for box in boxes if not _hit(box, taken)))
     return taken
@@ -129,7 +176,7 @@ def _hit(box: Box, others: Sequence[Box]) -> bool:
 
 
 def _around(point: tuple[float, float], width: float, height: float) -> Iterator[Box]:
-    """Yield boxes to the right and left of a point, at increasing distance above and below it."""
+    """Yield candidate boxes to the right and left of the point, in growing distance above and below."""
     for step in range(200):
         for up in (step, -step):
             for side in (0.0, 1.0, 0.5):
