@@ -3,6 +3,7 @@
 `@pytest.mark.parametrize("tokens", [1, *slow(70, 140)])`
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -16,3 +17,12 @@ def slow(*values: Any) -> list[Any]:
 def slow_rows(*rows: tuple[Any, ...]) -> list[Any]:
     """Return each row of values, one for each argument, as a case of the slow tier."""
     return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
+def slow_except(few: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """Return the cases in their order, all but a few of them as cases of the slow tier. A tuple is a row of values."""
+    kept = [*few]
+    return [
+        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for case in cases
+    ]

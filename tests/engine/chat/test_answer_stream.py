@@ -11,6 +11,7 @@ from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.text.prompt_text import CALLS_CLOSE, CALLS_OPEN
 from dsv4cli.engine.text.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
 from tests.support.program import BYTES, calls_block
+from tests.support.slow import slow
 
 
 def call(name, arguments):
@@ -97,10 +98,11 @@ def test_what_each_token_adds():
     assert not added[-2]  # nothing is left for the end
 
 
-def test_nothing_is_whole_that_was_cut_off():
-    """Cut everywhere, at its limit or by the end token: the calls that were closed, and one that may be open."""
+@pytest.mark.parametrize("every", [23, *slow(1)])
+def test_nothing_is_whole_that_was_cut_off(every):
+    """The calls that were closed, and one that may be open. The text is cut at its limit or by the end token."""
     ids = BYTES.encode(f"why{THINK_END}Hi{BLOCK}")
-    for length in range(0, len(ids), 5):
+    for length in range(0, len(ids), every):
         for last in ("stop", "length", None):
             stream, added = checked(ids[:length], thinking=True, last=last)
             calls = stream.message()["tool_calls"]

@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 
+from tests.support.slow import slow_rows
+
 pytest.importorskip("llguidance")
 
 from dsv4cli.engine.chat.constraints import Constraints, Without
@@ -175,7 +177,7 @@ def right_call(name, arguments) -> bool:
 
 @pytest.mark.parametrize(
     ("temperature", "numbers"),
-    [(1.0, (0, 1, 2)), *(pytest.param(one, range(6), marks=pytest.mark.slow) for one in (0.0, 1.0))],
+    [(1.0, (0, 1)), *slow_rows((0.0, range(6)), (1.0, range(6)))],
 )
 def test_random_weights_write_what_a_grammar_asks_for(temperature, numbers, monkeypatch):
     """Steps as on a GPU, but for the graphs; with right and wrong drafts the same tokens come."""

@@ -25,6 +25,7 @@ from dsv4cli.engine.text.tokens import THINK_END, USER
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from tests.support.shared_models import shared_model
+from tests.support.slow import slow, slow_rows
 from tests.support.small_model import model
 
 SEEDED = Sampling(seed=3)
@@ -187,7 +188,7 @@ def test_the_answer_itself_is_not_prefilled_where_its_text_has_the_same_tokens()
         assert "Rome" in again.message()[0]["content"]
 
 
-@pytest.mark.parametrize("think", [pytest.param("off", marks=pytest.mark.slow), "high"])
+@pytest.mark.parametrize("think", ["off", *slow("high")])
 def test_retry_undo_and_edit(think):
     with new_conversation(think) as one:
         first = list(LONG)
@@ -380,7 +381,11 @@ class Interruption:
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Cache, "take_block"), (Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot"), (Runner, "_advance")],
+    [
+        (Cache, "take_block"),
+        (Runner, "_advance"),
+        *slow_rows((Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot")),
+    ],
 )
 def test_an_interrupt_between_two_calls_leaves_the_cache_whole(monkeypatch, owner, name):
     with new_conversation(max_tokens=2) as one:
@@ -422,7 +427,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_whole(decoder, times):
     assert held(one) == (0, 0)
 
 
-@pytest.mark.parametrize("wrong", [NotEnoughMemory("no room", "wait"), UnsoundResult("nan")])
+@pytest.mark.parametrize("wrong", [*slow(NotEnoughMemory("no room", "wait")), UnsoundResult("nan")])
 def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
     with new_conversation(prefill_chunk=50) as one:
         ask(one, LONG)
@@ -444,7 +449,7 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
 
 @pytest.mark.parametrize(
     ("budget", "most", "index", "closed"),
-    [(0, 8, 0, "budget"), (3, 12, 3, "budget"), (None, 8, 5, "room"), (None, 2, 0, "room")],
+    [(0, 8, 0, "budget"), (None, 2, 0, "room"), *slow_rows((3, 12, 3, "budget"), (None, 8, 5, "room"))],
 )
 def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
     with new_conversation("high", max_tokens=most) as one:
@@ -458,7 +463,7 @@ def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
         assert all(step.logprob < 0 for step in answer.tokens)
 
 
-@pytest.mark.parametrize("asked", [{"task": "title"}, {"task": "action"}, {}], ids=str)
+@pytest.mark.parametrize("asked", [{"task": "title"}, *slow({"task": "action"}, {})], ids=str)
 def test_what_does_not_begin_with_thinking_is_the_answer(asked):
     """As that to a task, or one that goes on."""
     messages = [user("hi") | asked, *([] if asked else [said("a") | {"wo_eos": True}])]

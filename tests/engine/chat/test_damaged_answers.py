@@ -9,6 +9,7 @@ import pytest
 from dsv4cli.engine.text.tokens import DSML, THINK_END
 from tests.engine.chat.test_answer_stream import checked
 from tests.support.program import BYTES, calls_block
+from tests.support.slow import slow
 
 OPEN, CLOSE = f"\n\n<{DSML}tool_calls>\n", f"</{DSML}tool_calls>"
 INVOKE, INVOKE_CLOSE = f'<{DSML}invoke name="f">\n', f"</{DSML}invoke>\n"
@@ -142,9 +143,10 @@ def test_calls_behind_a_closing_tag_come_before_the_end():
     assert not added[-2]
 
 
-def test_a_call_that_was_cut_off_has_no_closing_brace():
+@pytest.mark.parametrize("every", [5, *slow(1)])
+def test_a_call_that_was_cut_off_has_no_closing_brace(every):
     """A client that takes what has come for JSON must not be able to carry it out."""
-    for cut in range(len(WHOLE)):
+    for cut in range(0, len(WHOLE), every):
         _, added = checked(BYTES.encode(f"so{WHOLE[:cut]}"), last="length", tools=TOOLS)
         given = "".join(delta.text for deltas in added for delta in deltas if delta.index == 0)
         assert ("}" in given) == (f"</{DSML}invoke" in WHOLE[:cut])

@@ -11,6 +11,7 @@ from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.text.tokens import THINK_END
 from tests.support.drafts import ManyTokens
+from tests.support.slow import slow_rows
 from tests.support.small_model import model
 
 SEEDED = Sampling(seed=3)
@@ -37,7 +38,7 @@ def turn(one, messages, **options):
     return [token.id for token in answer.tokens], text, answer.finish, answer.closed, one.prefilled, one.reused
 
 
-@pytest.mark.parametrize(("think", "most"), [("off", 7), ("high", 3)])
+@pytest.mark.parametrize(("think", "most"), [*slow_rows(("off", 7)), ("high", 3)])
 def test_the_same_turns(monkeypatch, think, most):
     def turns():
         with conversation(think) as one:

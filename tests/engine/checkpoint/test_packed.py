@@ -17,6 +17,7 @@ from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 from tests.support import damage
 from tests.support.conversions import convert, differing, e2m1, official_values, run, stored, tensor
 from tests.support.damage import Stored
+from tests.support.slow import slow
 
 NANO = Path("dsv4cli/nano")
 DTYPES = {torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16", torch.float32: "F32"}
@@ -323,7 +324,7 @@ def test_a_lost_scale_of_integers_is_named(tmp_path):
     assert lost in err
 
 
-@pytest.mark.parametrize("last", ["weight_packed", "weight_scale", "weight_zero_point"])
+@pytest.mark.parametrize("last", ["weight_packed", *slow("weight_scale", "weight_zero_point")])
 def test_a_row_too_few_is_named(tmp_path, last):
     folder, exact = write_integers(tmp_path, 8, symmetric=False)
     name = next(iter(exact)).removesuffix("weight") + last

@@ -19,6 +19,7 @@ from tests.support import damage
 from tests.support.conversions import run, stored
 from tests.support.damage import Stored
 from tests.support.program import inside
+from tests.support.slow import slow, slow_except
 
 FLASH = damage.GOLDEN / "tiny-flash"
 NVFP4 = Formats("fp8", "nvfp4", "bf16", draft_experts="fp4")
@@ -47,7 +48,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_except(("f4", "some u8"), VARIANTS))
 def test_it_loads_as_it_is_and_says_what_the_file_has(tmp_path, name):
     change, notes = VARIANTS[name]
     folder = damage.copy_checkpoint(tmp_path)
@@ -67,7 +68,7 @@ def test_it_loads_as_it_is_and_says_what_the_file_has(tmp_path, name):
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["f4", "all u8"])
+@pytest.mark.parametrize("name", [*slow("f4"), "all u8"])
 def test_commands_take_it(tmp_path, name):
     folder = damage.copy_checkpoint(tmp_path)
     damage.rewrite(folder, VARIANTS[name][0])
@@ -85,7 +86,7 @@ def test_commands_take_it(tmp_path, name):
     assert stored(tmp_path / "out") == stored(FLASH)
 
 
-@pytest.mark.parametrize("dtype", CODES)
+@pytest.mark.parametrize("dtype", slow_except(["U8"], CODES))
 def test_nvfp4_is_known_by_its_scales(tmp_path, dtype):
     folder = tmp_path / "nvfp4"
     code, _, err = run("convert", FLASH, folder, "--to", "nvfp4", "--verify", "off")

@@ -16,6 +16,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.block_scale import dequantise
 from tests.support import damage
+from tests.support.slow import slow
 
 GOLDEN = damage.GOLDEN / "tiny-flash"
 TORCH_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8}
@@ -57,7 +58,7 @@ def test_a_folder_is_read_as_its_files_say(identity):
                 assert (list(array.shape), array.tobytes()) == (stored.shape, stored.data), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*slow(1), 2])
 def test_parts_of_ranks_are_put_together(tmp_path, identity, ranks):
     with StoredModel(identity) as model:
         tensors = {name: model.read(spec) for name, spec in model.specs.items()}

@@ -9,6 +9,7 @@ from dsv4cli.engine.evaluation.outcome import Outcome
 from dsv4cli.engine.evaluation.pairing import pair
 from dsv4cli.engine.evaluation.statistics import LEVEL, MIN_PAIRS
 from dsv4cli.engine.evaluation.summary import by_task, summary_of
+from tests.support.slow import slow_rows
 
 
 def outcomes(rulings, nlls=None, task="t"):
@@ -71,7 +72,7 @@ def test_too_few_changed_numbers_give_no_verdict(items, changed):
     assert found.record()["min_pairs"] == MIN_PAIRS == 8
 
 
-@pytest.mark.parametrize(("items", "trials"), [(2, 300), (5, 300), (30, 1000), (200, 200)])
+@pytest.mark.parametrize(("items", "trials"), [(2, 300), (5, 300), *slow_rows((30, 1000), (200, 200))])
 def test_equally_good_models_get_a_verdict_as_seldom_as_stated(items, trials):
     """Both tests are made of each pair of results; together they keep the level of a verdict."""
     rng = random.Random(items)

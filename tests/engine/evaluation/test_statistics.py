@@ -6,6 +6,7 @@ import random
 import pytest
 
 from dsv4cli.engine.evaluation.statistics import LEVEL, Mean, mcnemar, mean_of, student_p
+from tests.support.slow import slow_rows
 
 
 def test_the_error_of_a_share_is_that_of_a_coin():
@@ -57,7 +58,7 @@ def test_student_p_where_there_is_nothing_to_divide_by():
     assert student_p(Mean(1e200, 1.0), 9) == 0.0
 
 
-@pytest.mark.parametrize(("items", "trials"), [(2, 8000), (5, 8000), (30, 10000), (200, 1500)])
+@pytest.mark.parametrize(("items", "trials"), [(2, 8000), *slow_rows((5, 8000), (30, 10000), (200, 1500))])
 def test_student_p_of_equally_good_models_is_uniform(items, trials):
     """A normal distribution in its place has 24 % below 0.01 for 2 items, 6 % for 5 and 1.5 % for 30."""
     rng = random.Random(items)

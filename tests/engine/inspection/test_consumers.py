@@ -28,6 +28,7 @@ from dsv4cli.output import Colours, Output
 from tests.support import damage, foreign
 from tests.support.damage import GOLDEN, Damage, edit_config, edit_json, rewrite
 from tests.support.program import save_tokenizer
+from tests.support.slow import slow_except
 from tests.support.variants import write_variant
 
 CONFIG = read_config(GOLDEN / "tiny-flash")
@@ -80,7 +81,7 @@ def official_copy(target: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("target", [target for target in TARGETS if target != "gguf"])
+@pytest.mark.parametrize("target", slow_except(("official", "nvfp4", "mp"), [one for one in TARGETS if one != "gguf"]))
 def test_who_loads_the_targets_of_convert(converted, target):
     found = {consumer: verdict(converted(target), consumer) for consumer in CONSUMERS}
     assert tuple(found[consumer].loads for consumer in CONSUMERS) == LOADS[target]
@@ -300,7 +301,7 @@ TRIED: dict[str, tuple[TargetName, Damage]] = {
 }
 
 
-@pytest.mark.parametrize("case", TRIED)
+@pytest.mark.parametrize("case", slow_except(("official", "nvfp4", "no expert_dtype", "no model_type"), TRIED))
 def test_transformers_agrees(converted, tmp_path, monkeypatch, case):
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

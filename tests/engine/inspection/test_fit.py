@@ -51,6 +51,7 @@ from tests.support import damage
 from tests.support.damage import GOLDEN
 from tests.support.peak import Peak
 from tests.support.program import Program
+from tests.support.slow import slow_except
 
 CONFIG = parse_config(TINY, "tiny")
 SMALL_FLASH = parse_config(shortened(FLASH, 4, 8), "flash")
@@ -167,12 +168,10 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-LONG = ("indexer", "matrices of experts", "tokens of experts", "sorting the scores", "many heads")
+FEW = ("attention", "decoding", "head")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in STEPS]
-)
+@pytest.mark.parametrize("case", slow_except(FEW, STEPS))
 def test_workspace_bounds_what_a_step_allocates(case):
     change, tokens, context, batch = STEPS[case]
     config = parse_config(TINY | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]} | change | NO_DRAFTER, "")

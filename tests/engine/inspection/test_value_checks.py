@@ -17,6 +17,7 @@ from dsv4cli.engine.inspection.checks.measure import sample_rows, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import ROW, Statistics, of_values
 from dsv4cli.engine.inspection.checks.survey import check_values
 from tests.support import damage, synthetic, variants
+from tests.support.slow import slow
 
 GOLDEN = damage.GOLDEN / "tiny-flash"
 # sums of fp32 products in blocks of 4096: a relative error of 2^-24 a product, by chance of either sign
@@ -100,7 +101,11 @@ def test_groups_without_a_scale_have_no_values():
 
 @pytest.mark.parametrize(
     "formats",
-    [Formats(), Formats("bf16", "bf16"), Formats("fp8", "fp8"), Formats("fp8", "nvfp4"), Formats("f32", "f32", "f32")],
+    [
+        *slow(Formats(), Formats("bf16", "bf16"), Formats("fp8", "fp8")),
+        Formats("fp8", "nvfp4"),
+        *slow(Formats("f32", "f32", "f32")),
+    ],
     ids=lambda formats: formats.experts,
 )
 def test_a_checkpoint_has_the_statistics_of_its_values(tmp_path, formats):
@@ -137,7 +142,7 @@ def test_random_weights_are_sound(tmp_path):
         assert report.findings == ()
 
 
-@pytest.mark.parametrize("name", ["tiny-flash", "tiny-pro"])
+@pytest.mark.parametrize("name", ["tiny-flash", *slow("tiny-pro")])
 def test_the_golden_nets_are_sound(name):
     seen = []
     report = check_values(recognise(GOLDEN.parent / name), "full", lambda done, total: seen.append((done, total)))

@@ -17,6 +17,7 @@ from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import build_random
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import chunks
+from tests.support.slow import slow
 
 LENGTHS = (9, 133, 1)
 # every kind of layer; all entries and all experts are chosen, so that the loss has no steps
@@ -115,7 +116,9 @@ def risen(model: Transformer, moves: dict[str, torch.Tensor], sign: int) -> floa
     return value
 
 
-@pytest.mark.parametrize("split", [{133: [70], 9: [3]}, {133: [127, 1, 4], 9: [1, 1, 2]}], ids=["two steps", "four"])
+@pytest.mark.parametrize(
+    "split", [{133: [70], 9: [3]}, *slow({133: [127, 1, 4], 9: [1, 1, 2]})], ids=["two steps", "four"]
+)
 def test_gradients_flow_through_the_cache(split, model):
     whole, cut = gradients(model), gradients(model, split)
     for name, expected in whole.items():

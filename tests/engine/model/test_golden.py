@@ -26,6 +26,7 @@ from tests.support.golden_data import (
     topk_entries,
 )
 from tests.support.record_arithmetic import operations_of
+from tests.support.slow import slow_except
 
 # decoded tokens that are compared by default; two cases of each net have 40
 STEPS = 5
@@ -67,12 +68,12 @@ def relative(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 # of the larger net, which has no kind of layer of its own, a part
 SHARE = ["tiny-flash", pytest.param("tiny-pro", marks=pytest.mark.slow)]
-FEW = [("tiny-flash", split) for split in SPLITS if split not in ("one by one", "growing")]
+FEW = [("tiny-flash", "uneven")]
 
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    [case if case in FEW else pytest.param(*case, marks=pytest.mark.slow) for case in product(NETS, SPLITS)],
+    slow_except(FEW, product(NETS, SPLITS)),
 )
 @pytest.mark.parametrize("prompt", BLOCK_PROMPTS)
 def test_every_block_in_every_split(name, prompt, split, monkeypatch):
@@ -94,7 +95,7 @@ def test_every_block_in_every_split(name, prompt, split, monkeypatch):
         assert tied.sum() <= rows // 10
 
 
-@pytest.mark.parametrize("prompt", BLOCK_PROMPTS)
+@pytest.mark.parametrize("prompt", slow_except([133], BLOCK_PROMPTS))
 @pytest.mark.parametrize("name", SHARE)
 def test_every_block_to_the_last_bit(name, prompt, monkeypatch):
     """On the kind of CPU of the recordings; on any other within the bound that a different rounding needs."""
@@ -128,8 +129,8 @@ def noises(name: str, kind: str, steps: int) -> list[float]:
     return [noise(name, prompt, kind, steps) for prompt in PROMPTS]
 
 
-# every case by default, the long ones to their end where there is time
-CASES = [(prompt, STEPS) for prompt in PROMPTS]
+# by default a case that is equal to the last bit, one beyond a window of it, and one with ties
+CASES = slow_except([(4, STEPS), (31, STEPS), (133, STEPS)], [(prompt, STEPS) for prompt in PROMPTS])
 CASES += [pytest.param(prompt, 40, marks=pytest.mark.slow) for prompt in (5, 133)]
 
 
@@ -143,7 +144,8 @@ def test_end_to_end(name, prompt, steps):
         assert ours <= (0 if exact else most_distance(name, prompt, own, noises(name, kind, steps))), kind
 
 
-@pytest.mark.parametrize("steps", [STEPS, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [STEPS, 40])
 @pytest.mark.parametrize("name", SHARE)
 def test_end_to_end_over_all_cases(name, steps):
     """On any machine: a case of five tokens hangs on a single code rounded the other way, all cases together do not."""

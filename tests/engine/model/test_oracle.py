@@ -34,7 +34,7 @@ def recorded(seed: int) -> tuple[Transformer, list[int], torch.Tensor]:
         pytest.param(1, ONE_PREFILL, id="one prefill, seed 1", marks=pytest.mark.slow),
         pytest.param(2, ONE_PREFILL, id="one prefill, seed 2", marks=pytest.mark.slow),
         pytest.param(0, UNEVEN, id="uneven chunks, seed 0"),
-        pytest.param(1, UNEVEN, id="uneven chunks, seed 1"),
+        pytest.param(1, UNEVEN, id="uneven chunks, seed 1", marks=pytest.mark.slow),
         pytest.param(0, [1] * TOKENS, id="token by token", marks=pytest.mark.slow),
         pytest.param(1, [131] + [1] * (TOKENS - 131), id="131, then token by token", marks=pytest.mark.slow),
     ],

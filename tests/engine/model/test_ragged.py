@@ -18,6 +18,7 @@ from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels import alike
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, Golden, chunks, golden, remember_weights
+from tests.support.slow import slow, slow_except
 from tests.support.small_model import FP32, NARROW, RATIOS
 
 LENGTHS = (1, 3, 127, 128, 129, 300)
@@ -226,10 +227,10 @@ SPLITS = {
 }
 
 
-LONG = ("one by one", "1 to 9", "prompt, then one by one")
+FEW = ("around the room in a ring", "all sizes")
 
 
-@pytest.mark.parametrize("split", [pytest.param(s, marks=pytest.mark.slow) if s in LONG else s for s in SPLITS])
+@pytest.mark.parametrize("split", slow_except(FEW, SPLITS))
 def test_any_split_gives_the_same_logits(split, plain):
     ids = text(plain, 300)
     whole, cut = (Runner(plain) for _ in range(2))
@@ -248,7 +249,7 @@ def read_after(plain: Transformer, before: int, count: int) -> torch.Tensor:
     return runner.read(runner.cache.allocate(), text(plain, 8, seed=2), [count] + [1] * 8)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("count", [*slow(1, 2), 3])
 def test_successor_in_a_slot_finds_nothing(count, plain):
     fresh = read_after(plain, 0, count)
     for before in (3, 300):

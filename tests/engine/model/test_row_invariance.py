@@ -21,6 +21,7 @@ from dsv4cli.engine.weights.load import build_random, load_model
 from tests.support.cache_state import same, state
 from tests.support.drafting import mtp_logits
 from tests.support.golden_data import NETS, golden, remember_weights
+from tests.support.slow import slow_rows
 
 DSPARK = TINY | {
     "compress_ratios": [0, 0, 4, 128, 4, 0, 0, 0],
@@ -127,7 +128,7 @@ def _threads(request):
 
 
 # the official roundings, and plain fp32, where no rounding hides another order of a sum
-QUICK = [("tiny-flash", REFERENCE, 254), ("dspark", FP32, 126), ("nano", FP32, 3)]
+QUICK = [*slow_rows(("tiny-flash", REFERENCE, 254)), ("dspark", FP32, 126), *slow_rows(("nano", FP32, 3))]
 CASES = [(name, REFERENCE, LENGTHS) for name in NETS]
 CASES += [(name, numerics, LENGTHS) for name in ("tiny", "dspark", "nano") for numerics in (REFERENCE, FP32, BF16)]
 CASES += [("odd", numerics, LENGTHS) for numerics in (FP32, BF16)]

@@ -14,6 +14,7 @@ from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.settings import Drafting, Sampling
 from dsv4cli.engine.weights.load import build_random
 from dsv4cli.errors import UnsoundResult, UsageError
+from tests.support.slow import slow
 from tests.support.synthetic import DSPARK
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def few(monkeypatch):
     monkeypatch.setattr(drafting, "WARM", 1)
 
 
-@pytest.mark.parametrize("name", ["mtp", "dspark"])
+@pytest.mark.parametrize("name", [*slow("mtp"), "dspark"])
 def test_each_number_of_rows_is_one_step_of_the_runner(models, monkeypatch, name):
     steps, drafted, watched, filled = [], [], [], []
     nothing_compiles, fill = drafting.nothing_compiles, drafting.fill

@@ -18,6 +18,7 @@ from dsv4cli.engine.profiling.inputs import BenchmarkInputs, Shapes
 from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, read_tokens, select_cases
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from tests.support.slow import slow
 
 CPU = torch.device("cpu")
 
@@ -41,7 +42,7 @@ def case(of, name):
     return found
 
 
-@pytest.mark.parametrize("model", ["flash", pytest.param("pro", marks=pytest.mark.slow), "tiny"])
+@pytest.mark.parametrize("model", [*slow("flash", "pro"), "tiny"])
 def test_every_preset_has_every_operation(model):
     cases = select_cases(bench(model), [])
     assert len({one.name for one in cases}) == len(cases) == 45 - (0 not in PRESETS[model]["compress_ratios"][:-1])
@@ -93,7 +94,7 @@ def test_shapes_of_a_rank(name, whole, half):
     assert half in case(bench("flash", tp=2), name).shape
 
 
-@pytest.mark.parametrize("tokens", [1, 65])
+@pytest.mark.parametrize("tokens", [1, *slow(65)])
 def test_all_operations_of_half_a_model_are_right(tokens):
     config = replace(parse_config(TINY, "tiny"), moe_intermediate_size=256)
     shapes = Shapes(config, expected_tensors(config, Formats()), 2)
@@ -137,11 +138,9 @@ def test_a_rival_is_timed_beside_it():
     [
         "rms_norm",
         "places",
-        "queries_keys_index",
         "compress_both",
-        "best_entries",
         "noise",
-        pytest.param("choose_entries", marks=pytest.mark.slow),
+        *slow("queries_keys_index", "best_entries", "choose_entries"),
     ],
 )
 def test_the_reference_is_timed_beside_a_kernel(name):

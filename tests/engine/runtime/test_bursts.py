@@ -13,6 +13,7 @@ from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.runtime.step_sizes import ROWS_PER_SEQUENCE
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.engine.runtime.test_reuse import asked, check, check_empty
+from tests.support.slow import slow
 from tests.support.speculation import always_draft, model_of, text
 
 SLOW = pytest.mark.slow
@@ -90,7 +91,7 @@ def test_scored_texts_wait_for_nothing():
     assert parts(one, (0, 1), 500) == [(0, 0, 30), (1, 0, 30)]
 
 
-@pytest.mark.parametrize("beside", [0, 1])
+@pytest.mark.parametrize("beside", [*slow(0), 1])
 def test_prompts_share_no_step_that_changes_their_bits(beside):
     """On a CPU those of up to 64 rows change none."""
     one, prompts = Engine(model_of("mtp"), Capacity(12, 640), "cpu", step_ms=1e6), (31, 3, 130, 20, 257, 34)
@@ -113,7 +114,7 @@ def test_prompts_share_no_step_that_changes_their_bits(beside):
 
 
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=SLOW), True])
-@pytest.mark.parametrize("most", [0, 3])
+@pytest.mark.parametrize("most", [*slow(0), 3])
 def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
     """Beside one that decodes, also where some of them are cancelled."""
     monkeypatch.setattr(runner, "captures", lambda device: captured)

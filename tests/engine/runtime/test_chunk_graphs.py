@@ -24,6 +24,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.kernels import alike
 from tests.engine.runtime.test_speculation_state import state_of
 from tests.support.cache_state import same
+from tests.support.slow import slow, slow_rows
 from tests.support.speculation import model_of, text
 
 SLOW = pytest.mark.slow
@@ -64,7 +65,7 @@ def read(steps: list[int], chunks: bool, drafts: bool = False):
 
 
 @pytest.mark.parametrize("steps", [STEPS[0], *(pytest.param(one, marks=SLOW) for one in STEPS[1:])], ids=str)
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [*slow(False), True])
 def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     (logits, state), (expected, expected_state) = read(steps, True, drafts), read(steps, False, drafts)
     assert all(map(same, logits, expected))
@@ -110,7 +111,7 @@ def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
 
 
 @pytest.mark.parametrize("steps", [TOGETHER[0], *(pytest.param(one, marks=SLOW) for one in TOGETHER[1:])], ids=str)
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("drafts", [*slow(False), True])
 def test_several_prompts_share_a_captured_step(steps, drafts, monkeypatch):
     # a captured step has more rows, and of more than ROWS_ALIKE a BLAS may sum each in another order
     monkeypatch.setattr(alike, "ROWS_ALIKE", LONGEST)
@@ -121,7 +122,13 @@ def test_several_prompts_share_a_captured_step(steps, drafts, monkeypatch):
 
 @pytest.mark.parametrize(
     ("slots", "counts", "held"),
-    [(5, [8] * 4, True), (5, [8] * 5, False), (5, [400, 300], True), (5, [400, 400], False), (1, [8], True)],
+    [
+        (5, [8] * 4, True),
+        (5, [8] * 5, False),
+        (5, [400, 400], False),
+        (1, [8], True),
+        *slow_rows((5, [400, 300], True)),
+    ],
 )
 def test_which_steps_are_captured(slots, counts, held):
     """Those of prompts beside one that decodes, as long as one prompt may be."""
@@ -131,7 +138,7 @@ def test_which_steps_are_captured(slots, counts, held):
     assert (len(one.run().hidden.streams) > sum(counts)) == held
 
 
-@pytest.mark.parametrize("count", [2, 5, 33, 50, 90])
+@pytest.mark.parametrize("count", [2, 33, *slow(5, 50, 90)])
 def test_padding_asks_for_no_expert_of_its_own(count, monkeypatch):
     compute, chosen = moe.experts.mixture, []
     monkeypatch.setattr(moe.experts, "mixture", lambda *given: chosen.append(given[3]) or compute(*given))

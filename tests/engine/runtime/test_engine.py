@@ -17,6 +17,7 @@ from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
+from tests.support.slow import slow_rows
 from tests.support.small_model import by_number, drawn, engine, model, prompts, requests
 from tests.support.speculation import mask_of
 
@@ -62,7 +63,7 @@ def alone() -> list[list[Token]]:
     return each_alone(prompts())
 
 
-@pytest.mark.parametrize(("slots", "chunk"), [(64, 2048), (2, 30), (1, 50)])
+@pytest.mark.parametrize(("slots", "chunk"), [(2, 30), *slow_rows((64, 2048), (1, 50))])
 def test_a_sequence_does_not_depend_on_the_others(alone, monkeypatch, slots, chunk):
     monkeypatch.setattr(runner, "MAX_SLOTS", slots)
     monkeypatch.setattr(scheduler, "MAX_STEP_TOKENS", 100)
@@ -76,7 +77,7 @@ def test_a_sequence_does_not_depend_on_the_others(alone, monkeypatch, slots, chu
             assert len(ours.top) == 2
 
 
-@pytest.mark.parametrize(("slots", "chunk", "longest"), [(64, 2048, 131), (2, 30, 131), (3, 1, 9)])
+@pytest.mark.parametrize(("slots", "chunk", "longest"), [(2, 30, 131), *slow_rows((64, 2048, 131), (3, 1, 9))])
 def test_a_decoder_draws_the_same_tokens(alone, monkeypatch, slots, chunk, longest):
     """As on a GPU, but for the graphs: steps of one token of each sequence go through numbers that stay in place."""
     texts = [ids[:longest] for ids in prompts()]

@@ -19,14 +19,14 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import UnsoundResult
 from tests.support.questions import chosen
+from tests.support.slow import slow
 from tests.support.speculation import always_draft, model_of, text
 
 # around the window, a block of entries and the larger ratio
 SLOW = pytest.mark.slow
 LENGTHS = [
-    128,
     257,
-    *(pytest.param(length, marks=SLOW) for length in (127, 129, 130, 255, 256, 511, 512, 513)),
+    *slow(127, 128, 129, 130, 255, 256, 511, 512, 513),
 ]
 WARM = Sampling(0.8, 0.9, 11)
 # fp32 sums over other numbers of rows are made in another order
@@ -128,7 +128,7 @@ def test_a_state_at_a_length(place, length, captured):
     check_empty(one)
 
 
-@pytest.mark.parametrize("length", [3, 30, 41])
+@pytest.mark.parametrize("length", [30, *slow(3, 41)])
 def test_a_hit_changes_no_bit(length, captured):
     """Of prompts so short that their rows do not see each other on a CPU either."""
     first, again = asked(text(42, 1)), asked(text(42, 1))
@@ -140,7 +140,7 @@ def test_a_hit_changes_no_bit(length, captured):
     assert [(token.id, token.logprob) for token in found] == [(token.id, token.logprob) for token in expected]
 
 
-@pytest.mark.parametrize("drafter", AGAIN)
+@pytest.mark.parametrize("drafter", ["mtp", *slow("dspark")])
 def test_a_question_is_read_in_one_step(drafter):
     """The state before it is not kept where one of a token or two less is held."""
     one, ids = engine(drafter), [1]

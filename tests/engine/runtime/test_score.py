@@ -13,6 +13,7 @@ from dsv4cli.engine.runtime.score import Score
 from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import UsageError
+from tests.support.slow import slow
 from tests.support.small_model import by_number, drawn, engine, model, prompts
 
 # fp32 sums in another order
@@ -48,7 +49,7 @@ def test_scores_are_those_of_one_prefill(monkeypatch, chunk, slots, rows):
         torch.testing.assert_close(ours, best, rtol=0, atol=BOUND)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 50, 2048])
+@pytest.mark.parametrize("chunk", [*slow(1), 50, *slow(2048)])
 def test_a_generated_answer_scores_as_it_was_drawn(chunk):
     """One test for cache, positions and masks: decoding against a prefill of prompt and answer."""
     answers = by_number(drawn(engine(prompts(), Sampling(seed=2), max_tokens=10, logprobs=4)))

@@ -18,6 +18,7 @@ from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
+from tests.support.slow import slow
 from tests.support.speculation import Mistake, always_draft, know, mask_of, model_of, text
 
 DRAFTERS = ("mtp", "dspark")
@@ -117,7 +118,6 @@ def cases(numbers, *always):
     ("drafter", "sampling", "most", "captured"),
     cases(
         range(1, 8),
-        ("mtp", WARM, 7, True),
     ),
     indirect=["captured"],
 )
@@ -178,6 +178,7 @@ def test_every_kept_prefix_draws_the_same(drafter, sampling, together, captured,
     assert nothing_is_held(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [pytest.param(2, marks=SLOW), 7])
 def test_right_drafts_are_all_accepted(most, captured, monkeypatch):
     """So the answers take as few steps as they can, and only drafts that can be accepted are made."""
@@ -376,7 +377,7 @@ TURNS = ((0, 0), (0, 20), (3, 5), (40, 9), (1, 130), (9, 2), (0, 1), (13, 1))
 
 
 @pytest.mark.parametrize(
-    ("drafter", "turns"), [("mtp", 5), *(pytest.param(one, len(TURNS), marks=SLOW) for one in DRAFTERS)]
+    ("drafter", "turns"), [("mtp", 3), *(pytest.param(one, len(TURNS), marks=SLOW) for one in DRAFTERS)]
 )
 def test_a_prefix_cache_keeps_no_draft(drafter, turns, captured, monkeypatch):
     """Turn after turn in one cache, also after some tokens were taken back: as each turn would be answered alone."""
@@ -403,7 +404,7 @@ def test_a_prefix_cache_keeps_no_draft(drafter, turns, captured, monkeypatch):
     assert nothing_is_held(one)
 
 
-@pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
+@pytest.mark.parametrize("drafter", [*slow("mtp"), "dspark"])
 def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
     always_draft(monkeypatch)
     one, requests = engine(drafter, 7), asked(WARM)
@@ -423,7 +424,7 @@ def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
 
 
 @pytest.mark.parametrize("drafter", ["mtp", pytest.param("dspark", marks=SLOW)])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, NotEnoughMemory("full", "less")], ids=["ctrl-c", "memory"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, *slow(NotEnoughMemory("full", "less"))], ids=["ctrl-c", "memory"])
 def test_a_step_that_is_broken_off_while_it_drafts(drafter, error, captured, monkeypatch):
     """Requests are gone, and what comes later is as ever."""
     always_draft(monkeypatch)
@@ -455,6 +456,7 @@ def test_a_step_that_is_broken_off_while_it_drafts(drafter, error, captured, mon
     assert nothing_is_held(one)
 
 
+@pytest.mark.slow
 def test_scored_requests_beside_drafts(captured, monkeypatch):
     always_draft(monkeypatch)
     scored = Request(text(90, 1), GREEDY, Limits(prefill_chunk=7), scored=True)
@@ -540,7 +542,7 @@ def test_drafts_count_among_the_tokens_of_a_step(monkeypatch):
     assert max(tokens) == 10
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["mtp", *slow("dspark")])
 def test_one_token_of_a_prompt_alone_drafts_nothing(drafter, captured, monkeypatch):
     """A conversation keeps the state before its first question, one token after the beginning: a step that decodes, of
     which nobody is ready."""

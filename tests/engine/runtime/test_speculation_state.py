@@ -23,6 +23,7 @@ from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from tests.support.drafting import mtp_logits
+from tests.support.slow import slow_rows
 from tests.support.speculation import VOCABULARY, always_draft, know, model_of, text
 
 DRAFTERS = ("mtp", "dspark")
@@ -137,7 +138,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "lengths", "captured", "reference"),
     [
-        ("mtp", FEW, True, False),
+        *slow_rows(("mtp", FEW, True, False)),
         ("dspark", FEW, False, False),
         *(pytest.param(one, LENGTHS, *how, marks=SLOW) for one, *how in product(DRAFTERS, *[(False, True)] * 2)),
     ],

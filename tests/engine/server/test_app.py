@@ -20,6 +20,7 @@ from dsv4cli.engine.server.refusals import Refusal, refusal_of
 from dsv4cli.engine.server.service import MOST_NAMES
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
+from tests.support.slow import slow, slow_rows
 
 KEYS = (b"first-key", b"second-key")
 
@@ -120,9 +121,11 @@ def counted(nano, path, body):
     [
         ("/v1/chat/completions", asking("What is 17 + 25?", n=3)),
         ("/v1/chat/completions", asking("What is 17 + 25?", stop=["5"])),  # drafts draw beyond the stop text
-        ("/v1/completions", {"prompt": ["2 + 3", "2 + 4"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 4}),
+        *slow_rows(
+            ("/v1/completions", {"prompt": ["2 + 3", "2 + 4"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 4})
+        ),
         ("/v1/completions", {"prompt": "2 + 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}),
-        ("/v1/completions", {"prompt": "What is 17 + 25?", "stop": "5", "max_tokens": 40}),
+        *slow_rows(("/v1/completions", {"prompt": "What is 17 + 25?", "stop": "5", "max_tokens": 40})),
     ],
 )
 def test_metrics_count_the_tokens_of_the_usage(nano, path, body):
@@ -244,7 +247,7 @@ def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
     ("path", "fields", "sign"),
     [
         ("/v1/chat/completions", {}, b": waiting\n\n"),
-        ("/v1/completions", {"prompt": "Hi"}, b": waiting\n\n"),
+        *slow_rows(("/v1/completions", {"prompt": "Hi"}, b": waiting\n\n")),
         ("/v1/completions", {"prompt": "Hi", "echo": True, "logprobs": 0}, b": waiting\n\n"),
         ("/v1/messages", {}, b'event: ping\ndata: {"type":"ping"}\n\n'),
     ],
@@ -258,7 +261,7 @@ def test_who_waits_is_told_so(nano, monkeypatch, path, fields, sign):
 @pytest.mark.parametrize(
     ("path", "fields", "sign"),
     [
-        ("/v1/completions", {"prompt": ["a b c d " * 40] * 3, "echo": True, "logprobs": 0}, b": waiting\n\n"),
+        ("/v1/completions", {"prompt": ["a b c d " * 20] * 2, "echo": True, "logprobs": 0}, b": waiting\n\n"),
         ("/v1/messages", {}, b'event: ping\ndata: {"type":"ping"}\n\n'),
     ],
 )
@@ -279,7 +282,7 @@ def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypat
     assert sent.count(sign) > 2
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [*slow("/v1/chat/completions", "/v1/completions"), "/v1/messages"])
 def test_who_waits_for_a_long_prompt_is_told_so(nano, monkeypatch, path):
     """Each step that reads a part of it is an update without tokens."""
     updates, steps = async_engine.EngineCall.updates, []

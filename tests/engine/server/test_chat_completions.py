@@ -18,6 +18,7 @@ from dsv4cli.engine.text.reply_grammar import ToolChoice
 from dsv4cli.engine.text.tokens import EOS, USER
 from tests.support.program import calls_block
 from tests.support.serving import asking
+from tests.support.slow import slow
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 TOOLS = [
@@ -91,6 +92,7 @@ def test_calls_of_tools_are_streamed_as_they_are_in_the_document(nano):
     assert "DSML" not in json.dumps(events)
 
 
+@pytest.mark.slow
 def test_calls_of_several_answers_have_ids_of_their_own(nano):
     choices = nano.chat(WEATHER, tools=TOOLS, n=2)["choices"]
     events = nano.stream("/v1/chat/completions", asking(WEATHER, tools=TOOLS, n=2))
@@ -212,7 +214,7 @@ def test_an_empty_stop_text_is_none(nano):
     assert nano.chat(SUM, stop="")["choices"][0]["message"]["content"] == ANSWER
 
 
-@pytest.mark.parametrize("stop", ["17", "= 42."])
+@pytest.mark.parametrize("stop", ["17", *slow("= 42.")])
 def test_log_probabilities_are_of_the_text_before_a_stop_text(nano, stop):
     """Of a token that the text ends within, too: it is the last."""
     body = asking(SUM, stop=stop, logprobs=True)
@@ -400,7 +402,9 @@ def test_an_answer_may_ignore_its_end(nano):
     assert document["choices"][0]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 1e-9}, {"temperature": 50, "top_p": 0}, {"temperature": 0.0}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1e-9}, *slow({"temperature": 50, "top_p": 0}, {"temperature": 0.0})]
+)
 def test_what_leaves_no_choice_is_greedy(nano, fields):
     """Temperatures that fp32 cannot divide by, and a nucleus of nothing."""
     assert nano.chat(SUM, **fields)["choices"][0]["message"]["content"] == ANSWER

@@ -11,6 +11,7 @@ from dsv4cli.engine.server import gathering
 from dsv4cli.engine.server.gathering import ROUNDS, Gathering
 from tests.engine.server.test_http import REQUEST, SMALL, connected, ends
 from tests.support.serving import asking, comes, served
+from tests.support.slow import slow
 
 
 class SimulatedTime(asyncio.SelectorEventLoop):
@@ -115,7 +116,7 @@ def test_who_goes_is_not_held(monkeypatch):
     assert gathered(monkeypatch, work) == [["b"]]
 
 
-@pytest.mark.parametrize("others", [0, 2])
+@pytest.mark.parametrize("others", [*slow(0), 2])
 def test_clients_that_come_together_are_read_in_one_step(monkeypatch, others):
     # another connection asks nothing: it is waited for, here until the test says that QUIET seconds have passed
     monkeypatch.setattr(gathering, "QUIET", 3600.0)

@@ -16,6 +16,7 @@ from dsv4cli.engine.server.http import HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.errors import NotEnoughMemory, UsageError
 from tests.support.serving import asking, comes, served
+from tests.support.slow import slow
 
 # layers of all kinds but one: what costs next to nothing
 SMALL = "random:tiny,layers=3"
@@ -57,7 +58,7 @@ def ends(client):
     return True
 
 
-@pytest.mark.parametrize("begun", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nhost: localhost\r\n"])
+@pytest.mark.parametrize("begun", [*slow(b"", b"GET /hea"), b"GET /health HTTP/1.1\r\nhost: localhost\r\n"])
 def test_headers_must_come_in_time(small, begun):
     with connected(small) as client:
         client.sendall(begun)

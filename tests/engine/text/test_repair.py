@@ -11,6 +11,7 @@ from dsv4cli.engine.text.repair import repair_reply
 from dsv4cli.engine.text.reply import ParsedReply, ReplyStream, parse_reply
 from dsv4cli.engine.text.tokens import DSML, EOS, SPECIAL, THINK_END, THINK_START
 from tests.support.program import calls_block
+from tests.support.slow import slow
 
 
 def call(name, arguments):
@@ -129,12 +130,13 @@ def test_a_call_that_was_cut_off_is_left_out_wherever_that_is():
         assert len(reply.tool_calls) in (whole, max(0, whole - 1))
 
 
-def test_nothing_that_a_model_may_write_leaks_or_fails():
+@pytest.mark.parametrize("count", [300, *slow(1500)])
+def test_nothing_that_a_model_may_write_leaks_or_fails(count):
     rng = Random(0)
     parts = [*SPECIAL, CALLS_OPEN, BLOCK, BLOCK[:40], BLOCK[30:], CALLS_END, INVOKE_END, *BLOCK.split("\n")]
     parts += ["a", "\n", "<"]
     parts += [f"<{DSML}", f"</{DSML}", EOS[:4], EOS[4:], THINK_END[:3], THINK_END[3:]]
-    for _ in range(1500):
+    for _ in range(count):
         text, thinking = "".join(rng.choices(parts, k=rng.randrange(9))), rng.random() < 0.5
         reply, repairs = repair_reply(text, thinking=thinking)
         for token in SPECIAL:

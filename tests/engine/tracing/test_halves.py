@@ -12,6 +12,7 @@ from dsv4cli.engine.tracing.report import compared
 from dsv4cli.engine.tracing.stages import STREAMS
 from dsv4cli.engine.tracing.walk import Walk
 from tests.support import tracing
+from tests.support.slow import slow
 
 NET = "tiny-flash"
 TEXT = tracing.text(40)
@@ -33,7 +34,7 @@ def beside(sound, walk, folder, *, sharply=True):
     return compared(recording, other, noise, fed=False, halves=halves if sharply else None)
 
 
-@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("layer", [*slow(0), 3])
 def test_a_mistake_is_named_where_it_arises_though_later_noise_would_hide_it(sound, tmp_path, layer):
     model = tracing.model(NET)
     # the latent queries' norm: 6 times what rounding makes of them, 0.4 times what it makes of all before

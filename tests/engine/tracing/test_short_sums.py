@@ -22,6 +22,7 @@ from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.rows import ROWS_ALIKE
 from tests.engine.model.test_mutations import MUTATIONS, ROUNDING_MUTATIONS
 from tests.support import tracing
+from tests.support.slow import slow_rows
 
 NET, PROMPT = "tiny-flash", 133
 CUDA = torch.device("cuda")
@@ -110,9 +111,11 @@ def test_the_streams_are_moved_as_they_are_without(sides):
         ("no FP4 in the indexer", "layer 2, indexer, queries"),
         # beside fp32 sums it is the queries: short ones decide ties too, and are not in the keys
         ("e2m1 ties to the lower code", "layer 2, indexer, compressed keys"),
-        ("compressed theta in SWA layers", "layer 0, attention, queries"),
-        ("scale rounded to nearest", "layer 0, attention, latent queries before their norm"),
-        ("keys not rounded", "layer 0, attention, keys of the window"),
+        *slow_rows(
+            ("compressed theta in SWA layers", "layer 0, attention, queries"),
+            ("scale rounded to nearest", "layer 0, attention, latent queries before their norm"),
+            ("keys not rounded", "layer 0, attention, keys of the window"),
+        ),
     ],
 )
 def test_mistakes_behind_short_sums_are_named(sides, tensor_cores, monkeypatch, tmp_path, mistake, place):

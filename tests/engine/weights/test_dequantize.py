@@ -23,6 +23,7 @@ from dsv4cli.engine.weights.sizes import RankSizes
 from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.dispatch import use
 from tests.support.program import Program
+from tests.support.slow import slow_except
 from tests.support.variants import GOLDEN, write_variant
 
 GB = 10**9
@@ -55,7 +56,7 @@ def logits(model: Transformer, chunks: list[list[int]]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", slow_except(("official", "nvfp4"), FORMATS))
 def test_weights_keep_their_values_and_results_their_bits(tmp_path, formats):
     folder = GOLDEN if formats == "official" else write_variant(tmp_path, FORMATS[formats])
     source = FolderSource("test", folder)

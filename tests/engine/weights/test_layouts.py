@@ -28,6 +28,7 @@ from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
 from tests.support import damage
+from tests.support.slow import slow
 from tests.support.variants import GOLDEN, Arrays, recoded, write_variant
 
 BF16, MP = Formats("bf16", "bf16"), Formats(wo_a="bf16")
@@ -80,9 +81,7 @@ def folders(tmp_path_factory) -> Callable[[str, Formats, Naming | None], Path]:
 
 
 @pytest.mark.parametrize("way", ["direct", pytest.param("staged", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "layout", ["mp2", "transformers", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mp1", "saved"))]
-)
+@pytest.mark.parametrize("layout", ["mp2", *slow("transformers", "mp1", "saved")])
 def test_each_rank_gets_what_the_official_layout_gives_it(folders, monkeypatch, layout, way):
     if way == "staged":
         monkeypatch.setattr(read, "needs_staging", lambda destination: True)

@@ -24,6 +24,7 @@ from dsv4cli.engine.weights import read, staging
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, local_slice
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import CheckpointError
+from tests.support.slow import slow_rows
 from tests.support.waiting import comes
 
 # dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
@@ -114,7 +115,7 @@ def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None
     assert arrived == {name: destination.nbytes for name, destination in destinations.items()}
 
 
-@pytest.mark.parametrize(("size", "threads"), [(1, 1), pytest.param(2, 3, marks=pytest.mark.slow), (4, 20)])
+@pytest.mark.parametrize(("size", "threads"), [*slow_rows((1, 1)), (2, 3), *slow_rows((4, 20))])
 def test_the_bytes_are_the_library_s(folder, way, size, threads):
     for rank in range(size):
         check(folder, World(rank, size), threads)

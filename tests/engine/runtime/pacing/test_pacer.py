@@ -15,6 +15,7 @@ from dsv4cli.engine.runtime.scheduler import Scheduler
 from dsv4cli.engine.runtime.step import StepChoice
 from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, PREFILL_ROWS, chunk_rows, rows_needed
 from dsv4cli.engine.settings import Limits, Sampling
+from tests.support.slow import slow_rows
 
 POLICY = PacingPolicy(target=0.05)
 TARGET, LONGEST = POLICY.target, POLICY.max_gap * POLICY.target
@@ -126,11 +127,10 @@ def best(chunk, decode: float, noise: float) -> float:
 @pytest.mark.parametrize(
     ("chunk", "decode"),
     [
-        (affine(0.004, 1 / 20_500), 0.006),
-        (affine(0.03, 1 / 60_000), 0.006),
+        *slow_rows((affine(0.004, 1 / 20_500), 0.006), (affine(0.03, 1 / 60_000), 0.006)),
         (affine(0.001, 1 / 5_000), 0.006),
         (flat(TWO), 0.0082),
-        (flat(FASTER), 0.0082),
+        *slow_rows((flat(FASTER), 0.0082)),
     ],
     ids=["slope", "fixed", "slow", "two", "faster"],
 )
@@ -152,7 +152,11 @@ CAPTURED = {
 @pytest.mark.parametrize(
     ("card", "part", "decode", "least", "gain"),
     # on one H200 no separate chunk is in time, and those that are used are late
-    [("two", 1.0, 0.00796, 12_000, 1.2), ("two", 0.9, 0.0075, 16_000, 1.2), ("one", 1.0, 0.0121, 4_400, 0.95)],
+    [
+        *slow_rows(("two", 1.0, 0.00796, 12_000, 1.2)),
+        ("two", 0.9, 0.0075, 16_000, 1.2),
+        ("one", 1.0, 0.0121, 4_400, 0.95),
+    ],
 )
 def test_decoding_requests_that_ride_along_leave_more_time(monkeypatch, card, part, decode, least, gain):
     table = {size: part * ms / 1e3 for size, ms in zip(PREFILL_ROWS, CAPTURED[card], strict=True)}
@@ -200,7 +204,8 @@ def test_an_outlier_is_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "decode", "target"), [(flat(ONE), 0.0127, 0.045), (flat(TWO), 0.0082, 0.02), (flat(TWO), 0.045, 0.05)]
+    ("chunk", "decode", "target"),
+    [(flat(ONE), 0.0127, 0.045), *slow_rows((flat(TWO), 0.0082, 0.02)), (flat(TWO), 0.045, 0.05)],
 )
 def test_where_no_chunk_is_in_time_the_target_holds_on_average(monkeypatch, chunk, decode, target):
     """The shortest chunk that prefills a fourth of the tokens per second of the fastest is used."""
