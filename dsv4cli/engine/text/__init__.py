@@ -1,1 +1,1 @@
-"""How do messages become text and ids, and back? No torch."""
+"""Conversion of messages to prompt text and token ids, and of generated text to messages. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Tool calls in damaged markup: each is read exactly as it is written, or left out. No call lacks an argument."""
+"""Parser for tool calls in damaged markup. A call is read exactly as written, or left out; none lacks an argument."""
 
 import json
 import re
@@ -18,12 +18,12 @@ Required = Mapping[str, Set[str]]
 _KNOWN = "|".join(sorted(TAG_NAMES, key=len, reverse=True))
 _CLOSING = rf"(?:<\n?)?/{DSML} ?(?P<closed>{_KNOWN})\b(?:\s*>)?"
 _OPENING = rf"(?:<\n?)?{DSML} ?(?P<opened>{_KNOWN})\b(?P<attributes>[^<>]*)>?"
-# a mark without a known name, with the rest of its tag if there is one, and what was cut off within its name
+# a mark without a known name, with the rest of its tag if there is one, or a tag that was cut off within its name
 _REST = rf'\w+(?:\s+\w+="[^"<>]*")*\s*>| ?(?:{"|".join(BEGUN_NAMES)})\Z'
 _OTHER = rf"(?:<\n?)?/?{DSML}(?:{_REST})?"
 
 _TAG = re.compile(f"{_CLOSING}|{_OPENING}|{_OTHER}")
-# tags whose marks the model has forgotten; outside of a block and inside of a value they are text
+# tags without the mark, which the model sometimes omits; outside a block and inside a value they are text
 _BARE_CLOSING = rf"</(?P<bare_closed>{_KNOWN})\s*>"
 _BARE_OPENING = rf"<(?P<bare_opened>{_KNOWN})\b(?P<bare_attributes>[^<>]*)>"
 _TAG_OF_BLOCK = re.compile(f"{_TAG.pattern}|{_BARE_CLOSING}|{_BARE_OPENING}")
@@ -34,11 +34,16 @@ _ATTRIBUTE = re.compile(rf'\s*(\w+)="((?:(?!{DSML})[^"<>\n])+)"')
 
 @dataclass(frozen=True)
 class _Tag:
-    """kind: "calls", "invoke", "parameter", or "" for markup that is no tag of a call."""
+    """A tag in the markup.
+
+    Attributes:
+        kind: "calls", "invoke", "parameter", or "" for markup that is not a tag of a call.
+        bare: whether the tag lacks the DSML mark.
+    """
 
     kind: str
     closes: bool
-    attributes: dict[str, str] | None  # None where they cannot be read
+    attributes: dict[str, str] | None  # None if they cannot be parsed
     bare: bool
     start: int
     end: int
@@ -49,31 +54,41 @@ class _OpenValue:
     """A parameter whose value is being read."""
 
     name: str
-    kind: str | None  # of the attribute `string`
+    kind: str | None  # value of the attribute `string`
     bare: bool
     text: str = ""
-    broken: bool = False  # markup came inside it
+    broken: bool = False  # it contains markup
 
 
 @dataclass
 class _OpenCall:
-    """A call that is being read. fault: why it is left out."""
+    """A call that is being read.
+
+    Attributes:
+        fault: why the call is left out; empty if it is sound.
+    """
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)
-    text: str = ""  # that belongs to no parameter
+    text: str = ""  # text outside of parameters
     fault: str = ""
 
 
 class CallReader:
     """Reads the markup of an answer's calls.
 
-    calls: those that are whole. A call that is left out ends them, for the ones behind it may depend on it. loose: the
-    text outside of tags and calls. words: what was repaired or left out.
+    Attributes:
+        calls: the complete calls. All calls after one that is left out are left out too, because they may depend on it.
+        loose: the text outside of tags and calls.
+        words: descriptions of what was repaired or left out.
     """
 
     def __init__(self, markup: str, ended: bool, required: Required) -> None:
-        """ended: the model has ended the answer; else it was cut off."""
+        """Read the whole markup.
+
+        Args:
+            ended: True if the model ended the answer, False if the answer was cut off.
+        """
         self.calls: list[ToolCall] = []
         self.loose = ""
         self.words: list[str] = []
@@ -82,7 +97,7 @@ class CallReader:
         self._value: _OpenValue | None = None
         self._in_block = False
         self._sealed = False  # the last call was closed, and its block too
-        self._over = False  # a call was left out
+        self._over = False  # a call was left out, so that all later ones are
         self._read()
 
     def _read(self) -> None:
@@ -145,7 +160,7 @@ class CallReader:
             self._take_mark()
 
     def _take_mark(self) -> None:
-        """Markup that is no tag of a call: inside a block, it may be one that was damaged."""
+        """Handle markup that is not a tag of a call. Inside a block it may be a damaged one."""
         if self._call is not None:
             self._fail("has markup between its parameters")
         elif self._in_block:
@@ -170,14 +185,14 @@ class CallReader:
         self._value = _OpenValue(attributes.get("name", ""), attributes.get("string"), tag.bare)
 
     def _leave_out_last(self) -> None:
-        """A parameter follows a call that was closed: it may be an argument of that."""
+        """Drop the last call if a parameter follows it, because the parameter may be an argument of that call."""
         if self.calls and not (self._sealed or self._over):
             name = self.calls.pop()["function"]["name"]
             self.words.append(f"a parameter follows the closed call of {name}, which is left out")
         self._over = True
 
     def _close_value(self, closed: bool) -> None:
-        """Take the value as the call's argument. One that is not closed must be JSON, which has an end of its own."""
+        """Add the value to the call's arguments. An unclosed value must be JSON, because JSON shows where it ends."""
         value, self._value = self._value, None
         assert value is not None
         assert self._call is not None
@@ -202,7 +217,12 @@ class CallReader:
             self._call.fault = self._call.fault or fault
 
     def _close_call(self, whole: bool, follows: bool = True) -> None:
-        """End the open call. whole: by its own tag; follows: by another tag."""
+        """End the open call.
+
+        Args:
+            whole: the call was closed by its own tag.
+            follows: another tag follows.
+        """
         call, self._call = self._call, None
         if call is None:
             return
@@ -217,7 +237,7 @@ class CallReader:
         self.calls.append({"type": "function", "function": {"name": call.name, "arguments": arguments}})
 
     def _arguments(self, call: _OpenCall) -> tuple[Set[str], str]:
-        """The names of the arguments, and the arguments as JSON."""
+        """Return the names of the arguments, and the arguments as JSON."""
         text = call.text.strip()
         members = None if call.arguments else _members(text)
         if members is not None:
@@ -229,7 +249,10 @@ class CallReader:
         return call.arguments.keys(), f"{{{joined}}}"
 
     def _complete(self, function: str, names: Set[str]) -> bool:
-        """Whether a call that lacks its closing tag has what its function requires; of an unknown one, anything."""
+        """Return True if a call without a closing tag has all arguments that its function requires.
+
+        If the function is unknown, one argument is enough.
+        """
         required = self._required.get(function)
         return bool(names) if required is None else required <= names
 
@@ -240,11 +263,11 @@ class CallReader:
         elif call.fault:
             self.words.append(f"the call of {call.name} {call.fault}: it is left out")
         else:
-            self.words.append(f"the call of {call.name} follows what is left out: so is it")
+            self.words.append(f"the call of {call.name} was left out, because it follows one that was")
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is JSON, as every reader takes it."""
+    """Return True if a text is JSON that every parser accepts."""
     try:
         from_json(text)
     except (ValueError, RecursionError):
@@ -259,14 +282,14 @@ def _kind(name: str) -> str:
 
 
 def _attributes(text: str) -> dict[str, str] | None:
-    """The attributes of a tag; None where its text is anything else."""
+    """Return the attributes of a tag, or None if its text contains anything else."""
     found = {(match[1], match[2]) for match in _ATTRIBUTE.finditer(text)}
     named = dict(found)
     return named if len(named) == len(found) and not _ATTRIBUTE.sub("", text).strip() else None
 
 
 def _members(text: str) -> Set[str] | None:
-    """The names that a JSON object has, each once; None for any other text."""
+    """Return the names of a JSON object's members, or None if a name occurs twice or the text is not a JSON object."""
     if not is_json(text):
         return None
     members: list[str] = []

@@ -1,8 +1,8 @@
-"""Tool calls as they come: names and arguments of what is well formed, as soon as it is certain.
+"""Streaming of tool calls: names and arguments are returned as soon as they are certain.
 
-What is given is how the calls of `repair_reply` begin, whatever follows. Where the markup is not as the model was
-taught to write it, nothing more is given until the end, which has the rest. A call's closing brace comes with the tag
-behind the call: what stands between may be one more argument.
+The result is always a prefix of what `repair_reply` returns, whatever text follows. If the markup deviates from the
+format that the model was trained on, nothing more is returned until the end. A call's closing brace is returned with
+the tag after the call, because one more argument may come before that tag.
 """
 
 import re
@@ -17,7 +17,7 @@ from dsv4cli.engine.text.reply import ToolCall
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.engine.text.wrapped_arguments import Declared, may_wrap
 
-# the model misspells the first tag at times
+# the model sometimes misspells the first tag
 _OPEN = re.compile(rf"\n\n<{DSML}(?:tool_calls|toolcalls|tool)>")
 _STRAY = re.compile(rf"\s*</{DSML}[a-z_]*>")
 _CLOSE = re.compile(rf"\n{{0,2}}</{DSML}tool_calls>")
@@ -25,14 +25,19 @@ _INVOKE = re.compile(rf'\n?<{DSML}invoke name="([^"<>\n]+)">')
 _PARAMETER = re.compile(rf'\n{{0,2}}<{DSML}parameter name="([^"<>\n]+)" string="(true|false)">')
 _INVOKE_CLOSE = re.compile(rf"\n{{0,2}}</{DSML}invoke>")
 _PARAMETER_CLOSE = f"</{DSML}parameter>"
-# how what ends a value begins; the official parser lets a line end behind the `<`
+# how the end of a value begins; the official parser allows a line break after the `<`
 _MARKS = (f"</{DSML}", f"<\n/{DSML}", f"/{DSML}", f"<{DSML}", DSML)
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """What is added to a call. index: which one, from 0. name: of the function, with the first delta of a call and only
-    there. arguments: the next characters of the arguments as JSON."""
+    """An addition to a tool call.
+
+    Attributes:
+        index: the call, counted from 0.
+        name: the function's name, only in the first delta of a call.
+        arguments: the next characters of the arguments' JSON.
+    """
 
     index: int
     name: str = ""
@@ -41,31 +46,40 @@ class CallDelta:
 
 @dataclass
 class _Begun:
-    """What has been given of a call."""
+    """The part of a call that has been returned."""
 
     name: str
     arguments: str = ""
 
 
 class CallStream:
-    """Reads the text of one block of calls. open_call: once it is finished, the index of a call that was begun and is
-    none, for its end is missing; else None."""
+    """Reads the text of one block of calls as it is generated.
+
+    Attributes:
+        open_call: after `finish`, the index of a call that was started but is not part of the answer, because its end
+            is missing; None otherwise.
+    """
 
     def __init__(self, declared: Declared) -> None:
-        """declared: the parameters of functions; calls that hold theirs in another are not given before the end."""
+        """Create the stream.
+
+        Args:
+            declared: the parameters of each function. Calls that wrap their arguments in another parameter are returned
+                only at the end.
+        """
         self._declared = declared
         self.open_call: int | None = None
         self._held = ""
         self._begun: list[_Begun] = []
-        self._keys: list[str] = []  # of the parameters of the last call
+        self._keys: list[str] = []  # parameter names of the last call
         self._is_text = False
-        self._brace = ""  # what ends the arguments of the last call, which was closed
-        # reads what is held as far as it goes: whether it may go on. None: nothing more is certain
+        self._brace = ""  # the end of the last call's arguments, pending since it was closed
+        # parser state: consumes held text, and returns True if more can be read; None: nothing more is certain
         self._read: Callable[[], bool] | None = self._opening
         self._deltas: list[CallDelta] = []
 
     def push(self, text: str) -> list[CallDelta]:
-        """What a text of `ReplyStream`'s kind "calls" makes certain."""
+        """Add text of the kind "calls" from `ReplyStream`. Return the deltas that are now certain."""
         self._held += text
         while self._read is not None and self._read():
             pass
@@ -73,7 +87,7 @@ class CallStream:
         return deltas
 
     def finish(self, calls: Sequence[ToolCall]) -> list[CallDelta]:
-        """The rest of the calls that the whole text has."""
+        """Return the rest of the calls in the complete answer."""
         self._read = None
         for index, call in enumerate(calls):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -96,7 +110,7 @@ class CallStream:
             self._deltas.append(CallDelta(index, arguments=arguments))
 
     def _tag(self) -> str | None:
-        """The text up to the end of the next tag."""
+        """Remove and return the text up to the end of the next tag, or return None if the tag is incomplete."""
         tag, end, rest = self._held.partition(">")
         if not end:
             return None
@@ -104,7 +118,7 @@ class CallStream:
         return tag + end
 
     def _opening(self) -> bool:
-        """Before a block; closing tags without a call are nothing."""
+        """Read the tag that opens a block. Closing tags without a call are ignored."""
         tag = self._tag()
         if tag is None:
             return False
@@ -113,7 +127,7 @@ class CallStream:
         return True
 
     def _between(self) -> bool:
-        """Before a call, or the end of the block."""
+        """Read the tag that opens a call or closes the block."""
         tag = self._tag()
         if tag is None:
             return False
@@ -131,13 +145,13 @@ class CallStream:
         return True
 
     def _close_call(self) -> None:
-        """The call before, if there is one, has all its arguments."""
+        """Return the closing brace of the previous call, if there is one: its arguments are now complete."""
         if self._brace:
             self._give(self._brace)
         self._brace = ""
 
     def _inside(self) -> bool:
-        """Within a call, before a parameter."""
+        """Read the tag that opens a parameter or closes the call."""
         tag = self._tag()
         if tag is None:
             return False
@@ -155,7 +169,7 @@ class CallStream:
         return True
 
     def _may_follow(self, key: str) -> bool:
-        """Whether a parameter of this name is one for certain."""
+        """Return True if a parameter of this name is certainly an argument of the call."""
         wraps = may_wrap(self._declared, self._begun[-1].name, unmarked(key))
         return DSML not in key and key not in self._keys and not wraps
 
@@ -183,5 +197,5 @@ class CallStream:
 
 
 def _escaped(text: str) -> str:
-    """A part of a text as a JSON string has it."""
+    """Return a part of a text as it appears in a JSON string."""
     return to_json(text)[1:-1]

@@ -1,4 +1,4 @@
-"""Input files of `run`: conversations, prompts and texts to score, checked before a model is loaded; no torch."""
+"""Input files of `dsv4 run`: conversations, prompts and texts to score, validated before the model loads. No torch."""
 
 import json
 import re
@@ -20,7 +20,7 @@ _LINES = "write one JSON object on each line"
 
 @dataclass(frozen=True)
 class ScoreItem:
-    """A line to score: exactly one of token ids, raw text and a conversation."""
+    """A line to score: either token ids, a raw text or a conversation."""
 
     ids: list[int] | None = None
     text: str | None = None
@@ -29,36 +29,42 @@ class ScoreItem:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be used, counted from 1, and why not."""
+    """An invalid line, with its number counted from 1, and the error."""
 
     number: int
     error: UsageError
 
 
 def name_of(path: Path) -> str:
-    """What to call a file; - is stdin."""
+    """Return the name of a file for messages; `-` is stdin."""
     return "stdin" if path == STDIN else str(path)
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, or of stdin for -, as `decoded` gives it. Raises UsageError."""
+    """Return the UTF-8 text of a file, or of stdin for `-`. Raises UsageError if it cannot be read or decoded."""
     return decoded(read_content(path), name_of(path))
 
 
 def read_content(path: Path) -> bytes:
-    """The bytes of a file, or of stdin for -. Raises UsageError when it cannot be read."""
+    """Return the bytes of a file, or of stdin for `-`. Raises UsageError if it cannot be read."""
     try:
         if path != STDIN:
             return path.read_bytes()
         return b"" if sys.stdin is None else sys.stdin.buffer.read()
     except OSError as error:
         reason = f"{name_of(path)} cannot be read: {error.strerror}"
-        raise UsageError(reason, "give the path of a readable file") from None
+        raise UsageError(reason, "use the path of a readable file") from None
 
 
 def decoded(content: bytes, name: str) -> str:
-    """Bytes of UTF-8 as text, without the mark that Windows' editors begin it with; name: where they come from. Raises
-    UsageError for another encoding."""
+    """Decode UTF-8 bytes, without the byte order mark that Windows editors write.
+
+    Args:
+        name: the source of the bytes, for errors.
+
+    Raises:
+        UsageError: the bytes are not UTF-8.
+    """
     try:
         return content.decode("utf-8").removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
@@ -67,13 +73,19 @@ def decoded(content: bytes, name: str) -> str:
 
 
 def read_messages(path: Path) -> list[Message]:
-    """The conversation in a JSON file, as `parse_messages` takes it."""
+    """Return the conversation in a JSON file, as `parse_messages` does."""
     return parse_messages(read_text(path), name_of(path))
 
 
 def parse_messages(text: str, name: str) -> list[Message]:
-    """The conversation in a text of JSON: a list of messages, or an object with `messages` and perhaps `tools`; name:
-    where it comes from. Raises UsageError."""
+    """Parse a conversation from JSON: a list of messages, or an object with `messages` and optional `tools`.
+
+    Args:
+        name: the source of the text, for errors.
+
+    Raises:
+        UsageError: the text is not JSON, or a message or tool is invalid.
+    """
     try:
         return _conversation(parse_json(text, "write a list of messages as for the OpenAI chat API"))
     except UsageError as error:
@@ -81,7 +93,7 @@ def parse_messages(text: str, name: str) -> list[Message]:
 
 
 def asked_in(value: dict[str, Any], system: str | None) -> list[Message]:
-    """The conversation of a line, {"prompt": text} or {"messages": [...], "tools": [...]}. Raises UsageError."""
+    """Return the conversation of a line, {"prompt": text} or {"messages": [...], "tools": [...]}. Raises UsageError."""
     if "messages" in value and system is not None:
         raise UsageError('"messages" and --system cannot be combined', "put the system message into the line")
     if "messages" in value:
@@ -91,7 +103,11 @@ def asked_in(value: dict[str, Any], system: str | None) -> list[Message]:
 
 
 def read_scores(path: Path) -> list[ScoreItem]:
-    """The lines of a JSON-lines file to score, each {"ids": [...]}, {"text": "..."} or {"messages": [...]}."""
+    """Return the items of a JSON-lines file to score: {"ids": [...]}, {"text": "..."} or {"messages": [...]} per line.
+
+    Raises:
+        UsageError: the file cannot be read, or a line is invalid.
+    """
 
     items, bad = read_lines(path, scored_in)
     refuse(path, bad)
@@ -99,7 +115,7 @@ def read_scores(path: Path) -> list[ScoreItem]:
 
 
 def scored_in(value: dict[str, Any]) -> ScoreItem:
-    """What a line is to score: {"ids": [...]}, {"text": "..."} or {"messages": [...]}. Raises UsageError."""
+    """Return the item of a line to score: {"ids": [...]}, {"text": "..."} or {"messages": [...]}. Raises UsageError."""
     if "messages" in value:
         return ScoreItem(messages=_conversation(value))
     _check_key(value, ("ids", "text", "messages"), '{"ids": [...]}, {"text": "..."} or {"messages": [...]}')
@@ -112,7 +128,7 @@ def scored_in(value: dict[str, Any]) -> ScoreItem:
 
 
 def from_prompt(prompt: str, system: str | None) -> list[Message]:
-    """A conversation of one user message, after the system message if there is one."""
+    """Return a conversation of one user message, preceded by the system message if there is one."""
     start = [] if system is None else [{"role": "system", "content": system}]
     return [*start, {"role": "user", "content": prompt}]
 
@@ -129,7 +145,7 @@ def _conversation(value: object) -> list[Message]:
 
 
 def _check_key(value: dict[str, Any], allowed: Sequence[str], form: str) -> None:
-    """Raises UsageError unless there is exactly one of the allowed keys and nothing else."""
+    """Raise UsageError unless the object has exactly one of the allowed keys and no other key."""
     unknown = set(value) - set(allowed)
     if unknown or len(value) != 1:
         count = "more than one" if value else "none"
@@ -146,9 +162,10 @@ def _check_text(value: dict[str, Any], key: str) -> str:
 
 
 def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[list[tuple[int, T]], list[BadLine]]:
-    """Each non-empty line of a JSON-lines file, converted, with its number, and those that cannot be.
+    """Return the converted non-empty lines of a JSON-lines file with their numbers, and the invalid lines.
 
-    Raises UsageError without any line.
+    Raises:
+        UsageError: the file cannot be read or has no lines.
     """
     return parse_lines(read_text(path), name_of(path), convert)
 
@@ -156,10 +173,14 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> tuple[list
 def parse_lines(
     text: str, name: str, convert: Callable[[dict[str, Any]], T]
 ) -> tuple[list[tuple[int, T]], list[BadLine]]:
-    """The same of a text that has been read, from the file or stdin of this name."""
+    """Return the converted lines of a text and its invalid lines, as `read_lines` does.
+
+    Args:
+        name: the source of the text, for errors.
+    """
     good: list[tuple[int, T]] = []
     bad: list[BadLine] = []
-    # not splitlines: a text inside a line may have U+2028 and its like
+    # not splitlines: a string inside a line may contain U+2028 and similar characters
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -172,7 +193,11 @@ def parse_lines(
 
 
 def refuse(path: Path, bad: Sequence[BadLine], otherwise: str = "") -> None:
-    """Raises UsageError that names all bad lines, if there are any; otherwise: what else can be done."""
+    """Raise UsageError that lists all invalid lines, if there are any.
+
+    Args:
+        otherwise: an alternative remedy, appended to the error's remedy.
+    """
     if not bad:
         return
     bad = sorted(bad, key=lambda one: one.number)
@@ -191,13 +216,13 @@ def _object(line: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, remedy: str) -> object:
-    """The JSON value of a text. Raises UsageError."""
+    """Return the JSON value of a text. Raises UsageError if it is not JSON."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if "\n" in text else ""
         raise UsageError(f"not JSON: {error.msg} ({line}column {error.colno})", remedy) from None
-    except (ValueError, RecursionError):  # an integer of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError):  # integers with thousands of digits, or thousands of nested brackets
         raise UsageError("not JSON that can be read: a number too long, or nested too deeply", remedy) from None
     if _SURROGATE_ESCAPE.search(text) and _SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         raise UsageError(

@@ -1,4 +1,4 @@
-"""DSML markup in an answer's text: what its tags look like, damaged ones included, and which text is no markup."""
+"""DSML markup in an answer's text: recognizes tags, including damaged ones, and separates them from content."""
 
 import re
 from typing import TYPE_CHECKING, Literal
@@ -11,35 +11,35 @@ if TYPE_CHECKING:
 
 TextKind = Literal["content", "calls"]
 
-# models misspell the names of tags
+# includes names that models misspell
 BLOCK_NAMES = ("tool_calls", "tool_call", "toolcalls", "tool", "function_calls")
 CALL_NAMES = ("invoke", "parameter", "param")
 TAG_NAMES = (*BLOCK_NAMES, *CALL_NAMES)
-# how the name of a tag begins that was cut off
+# beginnings of tag names, for a tag that was cut off
 BEGUN_NAMES = sorted({name[:length] for name in TAG_NAMES for length in range(1, len(name))})
-# an empty line before a block belongs to the block
+# an empty line before a block is part of the block
 MARKS = (f"\n\n<{DSML}", f"<{DSML}", f"</{DSML}", DSML)
 _NAME = re.compile(r"( ?)([a-z_]*)")
 _TAG_END = re.compile(" *>")
 
 
 class MarkupStream:
-    """Splits an answer's text, which may come in pieces, into content and the markup of calls.
+    """Splits an answer's text, which may arrive in pieces, into content and the markup of calls.
 
-    Closing tags without a call, empty blocks of calls and single marks are markup; the text around them is content.
-    From the first invoke or parameter on everything is "calls". However the text is cut, the pieces of each kind join
-    to the same text.
+    Closing tags without a call, empty blocks and single marks count as markup; the text around them is content. From
+    the first invoke or parameter tag on, everything is of kind "calls". The pieces of each kind join to the same text
+    however the input is divided.
     """
 
     def __init__(self) -> None:
         self._held = ""
         self._final = False
         self._read: Callable[[], Iterable[tuple[TextKind, str]] | None] = self._text
-        self._opens = False  # the last mark begins an opening tag
+        self._opens = False  # the last mark is that of an opening tag
         self._in_block = False
 
     def push(self, text: str) -> list[tuple[TextKind, str]]:
-        """Return the pieces that `text` makes certain, in order and none empty."""
+        """Return the pieces that `text` makes certain, in order and without empty ones."""
         self._held += text
         pieces: list[tuple[TextKind, str]] = []
         while (found := self._read()) is not None:
@@ -47,7 +47,7 @@ class MarkupStream:
         return [piece for piece in pieces if piece[1]]
 
     def flush(self) -> list[tuple[TextKind, str]]:
-        """Return what was held back, now that nothing follows."""
+        """Return the text that was held back, because no more text follows."""
         self._final = True
         return self.push("")
 
@@ -72,7 +72,7 @@ class MarkupStream:
         return min((hit for hit in hits if hit[0] >= 0), default=(-1, ""))
 
     def _name(self) -> list[tuple[TextKind, str]] | None:
-        """Read the name of a tag, behind its mark; a mark without one is no tag."""
+        """Read the name of a tag after its mark. A mark without a name is not a tag."""
         found = _NAME.match(self._held)
         assert found is not None
         if found.end() == len(self._held) and not self._final:

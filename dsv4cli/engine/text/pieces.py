@@ -1,4 +1,4 @@
-"""Cuts long texts into pieces whose tokens, joined, are exactly the tokens of the whole text."""
+"""Splitting of long texts into pieces whose tokens, concatenated, are exactly the tokens of the whole text."""
 
 import re
 from collections.abc import Collection, Iterator
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import tokenizers
 
-# characters of a piece: encoding one takes about 10 MB and 0.1 s at most
+# characters per piece; encoding one takes at most about 10 MB and 0.1 s
 PIECE = 1 << 15
-# Where a pre-tokenizer that splits its probes splits every text: no alternative of its regular expressions continues
-# from the left character to the right one. A pattern ends at the boundary; a probe has it behind its first character.
-# Letters and "_" stand before digits in special tokens.
+# (pattern, probes): if a pre-tokenizer splits every probe after its first character, it splits every text where the
+# pattern ends, because no alternative of its regular expressions matches across the boundary. Letters and "_" before
+# digits are excluded: special tokens contain those.
 BOUNDARIES = (
     (r"\S(?= )", ("a b", "1 b", ". b", "é b", "中 b")),
     (r"[A-Za-z0-9](?=\n)", ("a\nb", "1\nb")),
@@ -21,10 +21,10 @@ BOUNDARIES = (
 
 
 def boundary_of(backend: "tokenizers.Tokenizer", special: Collection[str]) -> "re.Pattern[str] | None":
-    """Return a pattern that ends where this vocabulary's texts may be cut, None where no boundary is known.
+    """Return a pattern that ends where texts of this vocabulary may be split, or None if no boundary is known.
 
     Args:
-        special: The special tokens, in which no cut may be.
+        special: the special tokens, which must not be split.
     """
     splitter = backend.pre_tokenizer
     if splitter is None:
@@ -39,19 +39,19 @@ def boundary_of(backend: "tokenizers.Tokenizer", special: Collection[str]) -> "r
 
 
 def boundary_of_bytes(special: Collection[str]) -> "re.Pattern[str]":
-    """Return the same for a vocabulary of bytes: anywhere but in what could be a special token."""
+    """Return the boundary pattern for a byte vocabulary: anywhere except inside what could be a special token."""
     return re.compile(f"[^{re.escape(''.join({*''.join(token[:-1] for token in special)}))}]")
 
 
 def pieces(text: str, boundary: "re.Pattern[str] | None") -> Iterator[str]:
-    """Yield the text in pieces of up to twice `PIECE` characters, longer ones where it has no boundary."""
+    """Yield the text in pieces of up to twice `PIECE` characters; pieces without a boundary are longer."""
     if boundary is None or len(text) <= PIECE:
         yield text
         return
     last = re.compile(f"(?s:.*)(?:{boundary.pattern})", boundary.flags)
     start = 0
     for window in range(0, len(text), PIECE):
-        # one character more, which a boundary looks at
+        # one more character, for the pattern's lookahead
         found = last.match(text, window, window + PIECE + 1) if len(text) - window > PIECE else None
         if found:
             yield text[start : found.end()]
@@ -60,7 +60,7 @@ def pieces(text: str, boundary: "re.Pattern[str] | None") -> Iterator[str]:
 
 
 def any_of(words: Collection[str]) -> str:
-    """Return a regular expression for the longest of the words, which takes the same time for any number of them."""
+    """Return a regular expression that matches the longest of the words, in a time independent of their number."""
     tails: dict[str, list[str]] = {}
     for word in words:
         if word:

@@ -1,6 +1,6 @@
-"""A conversation as OpenAI-shaped messages: checked, given tools, and encoded to the text the model was trained on.
+"""OpenAI-shaped messages and tools: validation, and encoding to the prompt text that the model was trained on.
 
-The format is the official encoder's. Its two releases differ only in what the efforts write at the front.
+The format is that of the official encoder. Its two releases differ only in the effort instructions at the front.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,13 +19,17 @@ _EFFORT_TEXTS: dict[Release, dict[str, str]] = {
     "0731": {"low": "", "high": texts.EFFORT_ABSOLUTE, "max": texts.EFFORT_BEYOND},
 }
 EFFORTS: dict[Release, tuple[str, ...]] = {release: tuple(levels) for release, levels in _EFFORT_TEXTS.items()}
-"""The reasoning efforts of each release, least first; the first writes nothing."""
+"""The reasoning efforts of each release, lowest first. The lowest adds no text to the prompt."""
 
 _ROLES = ("system", "user", "assistant", "tool", "developer", "latest_reminder")
 
 
 def think_options(release: Release, level: str) -> tuple[bool, str | None]:
-    """`thinking` and `effort` of `encode_messages` for a level as a user names it: "off" or one of `EFFORTS`."""
+    """Return `thinking` and `effort` of `encode_messages` for a thinking level: "off" or one of `EFFORTS`.
+
+    Raises:
+        UsageError: the release does not have this level.
+    """
     if level == "off":
         return False, None
     _check_effort(level, release, ("off", *EFFORTS[release]))
@@ -33,7 +37,7 @@ def think_options(release: Release, level: str) -> tuple[bool, str | None]:
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """The conversation with the request's tools in its first system message, an empty one in front if it has none."""
+    """Return the conversation with the tools in its first system message, which is created if there is none."""
     if not tools:
         return list(messages)
     at = next((i for i, message in enumerate(messages) if message["role"] == "system"), None)
@@ -44,19 +48,22 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Messa
 
 
 def without_tools(messages: Sequence[Message]) -> tuple[list[Message], list[Tool]]:
-    """The conversation and the tools that its system messages name, apart; a system message that says nothing else
-    goes."""
+    """Return the conversation without tools, and the tools of its system messages.
+
+    A system message that contains only tools is removed.
+    """
     tools = [tool for message in messages if message["role"] == "system" for tool in message.get("tools") or ()]
     plain = [{key: value for key, value in message.items() if key != "tools"} for message in messages]
     return [one for one in plain if one["role"] != "system" or one.get("content")], tools
 
 
 def answerable(messages: Sequence[Message]) -> list[Message]:
-    """Return a checked conversation as one behind which the format begins an answer.
+    """Return a validated conversation in a form that the model can answer.
 
-    The texts of the system before all other messages become one message, and so do its tools. What the system says
-    later belongs to the user's turn, for no answer begins behind a system message; so does its last text where nobody
-    else speaks. A conversation that ends with an answer continues that answer, unless it is empty.
+    - System messages before all others are merged into one, and so are their tools.
+    - Later system messages become user messages, because the format starts no answer after a system message. So does
+      the last system message if there are no other messages.
+    - If the last message is an answer, the model continues it, unless it is empty.
     """
     placed = _placed(messages)
     if not placed or placed[-1]["role"] != "assistant":
@@ -85,7 +92,7 @@ def _placed(messages: Sequence[Message]) -> list[Message]:
 
 
 def _instructions(system: Sequence[Message]) -> dict[str, Any]:
-    """What system messages have besides their texts: all tools, and the last response format."""
+    """Return the merged fields of system messages besides their texts: all tools, and the last response format."""
     tools = [tool for message in system for tool in message.get("tools") or ()]
     formats = [message["response_format"] for message in system if message.get("response_format")]
     return ({"tools": tools} if tools else {}) | ({"response_format": formats[-1]} if formats else {})
@@ -100,13 +107,19 @@ def encode_messages(
     drop_thinking: bool = True,
     context: Sequence[Message] | None = None,
 ) -> list[str]:
-    """The prompt of `messages`, which are as `check_messages` returns them and are left as they are, in parts: what the
-    messages say is `Given`, what the format adds is not.
+    """Return the prompt of a conversation in parts. Text from the messages is `Given`; text of the format is not.
 
-    It begins with BOS and ends where the model goes on: after `<think>` or `</think>`, unless the last message is
-    the assistant's. `context` is what the model has read already: it counts, but is not written again, nor is BOS.
-    `drop_thinking` leaves out the reasoning (and the developer messages) from before the last question; a
-    conversation with tools keeps them. UsageError for a role, task or effort that the format does not have.
+    The prompt begins with BOS, and ends with `<think>` or `</think>` unless the last message is the assistant's.
+
+    Args:
+        messages: as `check_messages` returns them; not modified.
+        drop_thinking: leave out the reasoning, and with `thinking` the developer messages, before the last question. A
+            conversation with tools keeps them.
+        context: earlier messages that the model has already processed. They affect the encoding, but neither they nor
+            BOS are written again.
+
+    Raises:
+        UsageError: the format does not have a role, task or effort.
     """
     if effort is not None:
         _check_effort(effort, release, EFFORTS[release])
@@ -123,9 +136,12 @@ def encode_messages(
 
 
 def check_messages(value: object) -> list[Message]:
-    """The conversation in a JSON value; UsageError naming the message, the field and what belongs there.
+    """Validate the conversation in a JSON value, and return its messages.
 
-    Fields that the format has no place for (`name`, `refusal`, ...) are let through.
+    Fields that the format does not use (`name`, `refusal`, ...) are accepted.
+
+    Raises:
+        UsageError: a message is invalid; the error names the message, the field and the expected value.
     """
     if not value:
         raise _wrong("messages", "a list of messages", value)
@@ -133,7 +149,11 @@ def check_messages(value: object) -> list[Message]:
 
 
 def check_tools(value: object, where: str = "tools") -> list[Tool]:
-    """The OpenAI-shaped tools in a JSON value; UsageError naming the tool, the field and what belongs there."""
+    """Validate the OpenAI-shaped tools in a JSON value, and return them.
+
+    Raises:
+        UsageError: a tool is invalid; the error names the tool, the field and the expected value.
+    """
     tools = _items(value, where)
     for i, tool in enumerate(tools):
         _check_function(tool, f"{where}[{i}]", {"name": _text})
@@ -163,7 +183,7 @@ def _check_message(value: object, where: str) -> Message:
 
 
 def _check_content(message: Message, where: str) -> None:
-    """Content may be absent where something else is said: calls, tools, a response format."""
+    """Validate a message's content. It may be absent if the message has calls, tools or a response format instead."""
     content, role = message.get("content"), message["role"]
     instead = {"assistant": ("tool_calls",), "system": ("tools", "response_format")}.get(role, ())
     if content is None and any(message.get(name) for name in instead):
@@ -175,17 +195,17 @@ def _check_content(message: Message, where: str) -> None:
     elif not isinstance(content, str):
         raise _wrong(where, "a string or a list of text parts", content)
     if role == "developer" and not content:
-        raise _wrong(where, "a text that is not empty", content)
+        raise _wrong(where, "a non-empty string", content)
 
 
 def _check_part(value: object, where: str, *, any_type: bool) -> None:
-    """A part of a content list. The model reads text; only a tool's result may have other parts, and is noted so."""
+    """Validate a part of a content list. It must be text, except in a tool's result, where others become a note."""
     part = _mapping(value, where)
     kind = _text(part.get("type"), f"{where}.type")
     if kind == "text":
         _text(part.get("text"), f"{where}.text")
     elif not any_type:
-        raise _wrong(f"{where}.type", '"text", which is all that DeepSeek-V4 reads', kind)
+        raise _wrong(f"{where}.type", '"text", the only content that DeepSeek-V4 accepts', kind)
 
 
 def _check_calls(value: object, where: str) -> None:
@@ -229,7 +249,7 @@ def _text(value: object, where: str) -> str:
 
 def _arguments(value: object, where: str) -> None:
     if not isinstance(value, str):
-        raise _wrong(where, "the arguments' JSON text in a string", value)
+        raise _wrong(where, "a string with the arguments as JSON", value)
 
 
 def _flag(value: object, where: str) -> None:

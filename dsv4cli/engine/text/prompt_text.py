@@ -1,6 +1,6 @@
 """The literal texts of the prompt format, from the official encoder (encoding_dsv4.py of April and of 0731).
 
-What is made of messages comes in parts: what the format writes as `str`, what the messages say as `Given`.
+Text made from messages is returned in parts: text of the format as `str`, text from the messages as `Given`.
 """
 
 import json
@@ -17,7 +17,7 @@ INVOKE_CLOSE = f"</{DSML}invoke"
 PARAMETER_OPEN = f"<{DSML}parameter"
 PARAMETER_CLOSE = f"/{DSML}parameter"
 
-# April's "max" is the "high" of 0731
+# "max" of the April release is "high" of 0731
 EFFORT_ABSOLUTE = (
     "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
     "You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, "
@@ -64,31 +64,31 @@ _TOOLS_TAIL = "\n\nYou MUST strictly follow the above defined tool name and para
 
 
 def to_json(value: object) -> str:
-    """JSON as the model was trained on it: one line, `, ` and `: ` between, no escapes outside ASCII."""
+    """Return JSON in the style that the model was trained on: one line, `, ` and `: ` as separators, raw Unicode."""
     return json.dumps(value, ensure_ascii=False)
 
 
 def from_json(text: str) -> Any:
-    """The value of JSON as every reader takes it; ValueError, or RecursionError, for what is none."""
+    """Parse JSON that every parser accepts. Raises ValueError or RecursionError for anything else."""
     value = json.loads(text, parse_constant=_finite, parse_float=_finite)
     _check_pairs(text, value)
     return value
 
 
 def _check_pairs(text: str, value: object) -> None:
-    """Raises UnicodeEncodeError, a ValueError, where the value of JSON has half of a surrogate pair."""
+    """Raise UnicodeEncodeError, a ValueError, if the JSON value contains half of a surrogate pair."""
     if "\\u" in text:
         to_json(value).encode()
 
 
 def _finite(text: str) -> float:
     if not isfinite(float(text)):
-        raise ValueError(f"{text} is no number of JSON")
+        raise ValueError(f"{text} is not a JSON number")
     return float(text)
 
 
 def joined(blocks: Iterable[list[str]], between: str) -> list[str]:
-    """The parts of all blocks, with a text between each two."""
+    """Return the parts of all blocks, with a separator between the blocks."""
     parts: list[str] = []
     for nth, block in enumerate(blocks):
         parts += [between, *block] if nth else block
@@ -96,24 +96,24 @@ def joined(blocks: Iterable[list[str]], between: str) -> list[str]:
 
 
 def tools_parts(tools: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What a system or developer message with `tools` (OpenAI shape) ends with."""
+    """Return the end of a system or developer message with `tools` (OpenAI shape)."""
     schemas = "\n".join(to_json(tool["function"]) for tool in tools)
     return [f"\n\n{_TOOLS_HEAD}", Given(schemas), _TOOLS_TAIL]
 
 
 def format_parts(schema: object) -> list[str]:
-    """What a system or developer message with a response format ends with."""
+    """Return the end of a system or developer message with a response format."""
     head = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
     return [head, Given(to_json(schema))]
 
 
 def result_parts(text: str) -> list[str]:
-    """A tool's answer inside a user turn; the tags are plain text, not tokens."""
+    """Return a tool's result inside a user turn. The tags are plain text, not tokens."""
     return ["<tool_result>", Given(text), "</tool_result>"]
 
 
 def calls_parts(calls: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What an assistant message with `calls` (OpenAI shape, arguments as JSON text) ends with. Nothing is escaped."""
+    """Return the end of an assistant message with `calls` (OpenAI shape, arguments as JSON text), without escaping."""
     invokes = joined((_invoke(call["function"]) for call in calls), "\n")
     return [f"{CALLS_OPEN}>\n", *invokes, f"\n{CALLS_CLOSE}"]
 
@@ -124,9 +124,9 @@ def _invoke(function: Mapping[str, Any]) -> list[str]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """The arguments by name; text that is not a JSON object is one string argument named `arguments`.
+    """Return the arguments by name. Text that is not a JSON object is a single string argument named `arguments`.
 
-    So is JSON with half of a surrogate pair, which no prompt can hold otherwise than as the escape that it is.
+    The same applies to JSON with half of a surrogate pair: a prompt can contain it only as an escape.
     """
     try:
         value = json.loads(text)

@@ -1,4 +1,4 @@
-"""The lines of `run --prompts`: what is asked, under which label, and how this line wants to be answered; no torch."""
+"""Lines of `dsv4 run --prompts`: the conversation, its labels, and options for its answers. Does not import torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,13 +11,13 @@ from dsv4cli.engine.text.prompt import Message
 from dsv4cli.errors import UsageError
 
 LABELS = ("id", "custom_id")
-# an OpenAI batch request, but for its label
+# keys of an OpenAI batch request, without its label
 _ENVELOPE = {"method", "url", "body"}
 _PATH = "/v1/chat/completions"
 _CHAT = {"messages", "tools", "prompt"}
-# of an API's request, what says nothing about the answer
+# keys of an API request that do not affect the answer
 _IDLE = {"model", "user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"}
-# what would change the answer, with the value at which it does not
+# unsupported keys that would affect the answer, with the value at which they do not
 _NEUTRAL: Mapping[str, object] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -27,15 +27,19 @@ _NEUTRAL: Mapping[str, object] = {
     "logprobs": False,
     "top_logprobs": 0,
 }
-# an odd number spreads the seeds of a prompt's samples over all there are, each once
+# added to the seed for each further sample; odd, so that no seed repeats
 _NEXT_SAMPLE = 0x9E3779B9
 
 
 @dataclass(frozen=True)
 class Question:
-    """Line `line` of the file, the `index`th that is not empty; None where it leaves a choice to the command.
+    """A line of a prompts file. A field that is None uses the command's value.
 
-    labels: its id and custom_id, if it has them. model: that it names, and that is ignored.
+    Attributes:
+        line: its line number.
+        index: its position among the lines that are not empty.
+        labels: its `id` and `custom_id`, if present.
+        model: the model that it names, which is ignored.
     """
 
     line: int
@@ -51,24 +55,31 @@ class Question:
     model: str | None = None
 
     def sampling(self, usual: Sampling, sample: int) -> Sampling:
-        """How its answer `sample` is drawn; `usual` is for the first answer of the first line."""
+        """Return the sampling parameters of answer number `sample`.
+
+        Args:
+            usual: the parameters for the first answer of the first line.
+        """
         chosen = usual.chosen(self.temperature, self.top_p, usual.seed if self.seed is None else self.seed)
         return sample_of(chosen, sample).plus(0 if self.seed is not None else self.index)
 
     def limits(self, usual: Limits) -> Limits:
-        """When its answer ends at the latest."""
+        """Return the limits of its answers, with the command's limits as defaults."""
         stops = usual.stops if self.stops is None else self.stops
         return replace(usual, max_tokens=self.max_tokens or usual.max_tokens, stops=stops)
 
 
 def sample_of(sampling: Sampling, sample: int) -> Sampling:
-    """The sampling of another answer to the same prompt, the 0th being this one's."""
+    """Return the sampling parameters of answer number `sample` to the same prompt; number 0 has those of `sampling`."""
     return sampling.plus(sample * _NEXT_SAMPLE)
 
 
 def read_questions(path: Path, system: str | None) -> tuple[list[Question], list[BadLine]]:
-    """The questions of a JSON-lines file, each {"prompt": text}, {"messages": [...], "tools": [...]} with a label and
-    the keys of sampling beside them, or an OpenAI batch request; and the lines that are none."""
+    """Read a JSON-lines file of prompts. Return the questions and the invalid lines.
+
+    A line is {"prompt": text} or {"messages": [...], "tools": [...]}, with an optional label and sampling options, or
+    an OpenAI batch request.
+    """
     lines, bad = read_lines(path, lambda value: _question(value, system))
     order = {number: index for index, number in enumerate(sorted([n for n, _ in lines] + [one.number for one in bad]))}
     return [replace(one, line=number, index=order[number]) for number, one in lines], bad
@@ -81,7 +92,7 @@ def _question(value: dict[str, Any], system: str | None) -> Question:
         rest = _body(rest)
     for key, neutral in _NEUTRAL.items():
         if rest.pop(key, None) not in (None, neutral):
-            raise UsageError(f'"{key}" is not supported here', "leave it out")
+            raise UsageError(f'"{key}" is not supported here', "remove it")
     model = rest.get("model")
     rest = {key: item for key, item in rest.items() if key not in _IDLE}
     wishes = {name: wish(rest.pop(key)) for key, (name, wish) in _WISHES.items() if rest.get(key) is not None}
@@ -91,13 +102,13 @@ def _question(value: dict[str, Any], system: str | None) -> Question:
 
 
 def _body(value: dict[str, Any]) -> dict[str, Any]:
-    """The body of a batch request."""
+    """Return the body of an OpenAI batch request. Raises UsageError."""
     unknown = set(value) - _ENVELOPE
     if unknown:
-        raise UsageError(f"unknown key {min(unknown)!r} beside body", "write an OpenAI batch request")
+        raise UsageError(f"unknown key {min(unknown)!r} next to body", "write an OpenAI batch request")
     if value.get("method", "POST") != "POST" or value.get("url", _PATH) != _PATH:
         asked = f"{value.get('method', 'POST')} {value.get('url', _PATH)}"
-        raise UsageError(f"{asked!r} cannot be answered", f"ask for POST {_PATH}")
+        raise UsageError(f"{asked!r} is not supported", f"use POST {_PATH}")
     if not isinstance(value["body"], dict):
         raise UsageError('"body" is not a JSON object', "write the request as for the OpenAI chat API")
     return value["body"]
@@ -105,16 +116,16 @@ def _body(value: dict[str, Any]) -> dict[str, Any]:
 
 def _label(key: str, value: object) -> object:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise UsageError(f'"{key}" is neither a text nor a number', "give one")
+        raise UsageError(f'"{key}" is neither a string nor a number', "use one of these")
     return value
 
 
 def _number(key: str, check: Any) -> Any:
-    """What reads a number, 1 and 1.0 alike."""
+    """Return a function that reads a number; 1 and 1.0 are the same."""
 
     def read(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UsageError(f'"{key}" is not a number', "give one")
+            raise UsageError(f'"{key}" is not a number', "use a number")
         _try(key, value, lambda: check(float(value)))
         return float(value)
 
@@ -122,11 +133,11 @@ def _number(key: str, check: Any) -> Any:
 
 
 def _count(key: str, check: Any) -> Any:
-    """What reads a whole number."""
+    """Return a function that reads an integer."""
 
     def read(value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f'"{key}" is not a whole number', "give one")
+            raise UsageError(f'"{key}" is not a whole number', "use a whole number")
         _try(key, value, lambda: check(value))
         return value
 
@@ -134,7 +145,7 @@ def _count(key: str, check: Any) -> Any:
 
 
 def _try(key: str, value: object, check: Any) -> None:
-    """Raises the check's UsageError in the words of a file."""
+    """Run a check, and reword its UsageError for a file."""
     try:
         check()
     except UsageError as error:
@@ -144,17 +155,17 @@ def _try(key: str, value: object, check: Any) -> None:
 def _stops(value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise UsageError('"stop" is neither a text nor a list of texts', "give the texts that end an answer")
+        raise UsageError('"stop" is neither a string nor a list of strings', "use the texts that end an answer")
     return tuple(texts)
 
 
 def check_samples(count: int) -> None:
-    """Raises UsageError for a number of answers that cannot be."""
+    """Raise UsageError if the number of answers per prompt is less than 1."""
     if count < 1:
         raise UsageError(f"--samples cannot be {count}", "use at least 1")
 
 
-# the key of a line: the field of the question, and what reads its value
+# field of `Question` and function that reads the value, by key of a line
 _WISHES: Mapping[str, tuple[str, Any]] = {
     "temperature": ("temperature", _number("temperature", lambda value: Sampling(temperature=value))),
     "top_p": ("top_p", _number("top_p", lambda value: Sampling(top_p=value))),

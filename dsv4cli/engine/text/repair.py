@@ -1,4 +1,4 @@
-"""Replies that the strict parser refuses, repaired where that needs no guess. No call lacks an argument."""
+"""Repair of malformed replies, if no guess is needed. No repaired call lacks an argument."""
 
 import json
 import re
@@ -11,20 +11,21 @@ from dsv4cli.engine.text.prompt_text import CALLS_OPEN, PARAMETER_OPEN
 from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ToolCall, parse_reply
 
 _MARKUP = re.compile(rf"</?{tokens.DSML}|{tokens.DSML}")
-# what the official parser takes for a name may hold the attributes of a damaged tag
+# what the official parser accepts as a name may contain the attributes of a damaged tag
 _SOUND_NAME = re.compile(rf'(?:(?!{tokens.DSML}|" \w+=")[^<>\n])+')
 
 
 def repair_reply(text: str, *, thinking: bool, required: Required | None = None) -> tuple[ParsedReply, list[str]]:
-    """Read a reply as the strict parser does, or else repair it; also return what was repaired or left out, in words.
+    """Parse a reply strictly or, if that fails, repair it. Also return descriptions of what was repaired or left out.
 
-    A text without EOS was cut off: a call that is still open there is left out. Content, reasoning and calls have no
-    markup, content and reasoning no special tokens. Arguments are JSON, and all that the markup says.
+    A text without EOS was cut off; a call that is still open there is left out. Content, reasoning and calls contain no
+    markup, and content and reasoning no special tokens. Arguments are JSON, and include everything that the markup
+    contains.
 
     Args:
-        text: the generated text, with EOS where the model has ended it.
+        text: the generated text, with EOS if the model ended it.
         thinking: whether the text begins with reasoning.
-        required: the required parameters of each declared function; a call that was not closed needs them.
+        required: the required parameters of each declared function. A call without a closing tag must have them.
     """
     words: list[str] = []
     text, ended, rest = text.partition(tokens.EOS)
@@ -43,7 +44,7 @@ def repair_reply(text: str, *, thinking: bool, required: Required | None = None)
 
 
 def _content_and_calls(text: str, ended: bool, required: Required, words: list[str]) -> tuple[str, list[ToolCall]]:
-    """Split what follows the reasoning. Where no call is whole, the text around the markup of calls is content too."""
+    """Split the text after the reasoning into content and calls. If no call is complete, loose text is content too."""
     stream, plain = MarkupStream(), PlainPart()
     content = markup = ""
     for kind, part in [*stream.push(text), *stream.flush()]:
@@ -70,7 +71,7 @@ def _fault(reader: CallReader) -> str:
 
 
 def _sound(text: str, thinking: bool) -> ParsedReply | None:
-    """The reply, if it is well formed and nothing in it needs repair."""
+    """Return the reply if it is well formed and needs no repair, None otherwise."""
     try:
         reply = parse_reply(text, thinking=thinking)
     except MalformedReply:
@@ -81,8 +82,10 @@ def _sound(text: str, thinking: bool) -> ParsedReply | None:
 
 
 def _sound_calls(text: str, calls: list[ToolCall]) -> bool:
-    """Whether each tag that begins a parameter has become one: the official parser takes what stands between two
-    well-formed tags for a name or a value, markup included."""
+    """Return True if every tag that begins a parameter has become one.
+
+    The official parser takes any text between two well-formed tags as a name or a value, including markup.
+    """
     functions = [call["function"] for call in calls]
     if not all(is_json(one["arguments"]) and tokens.DSML not in one["arguments"] for one in functions):
         return False
@@ -93,7 +96,10 @@ def _sound_calls(text: str, calls: list[ToolCall]) -> bool:
 
 
 def _thoughts(text: str, words: list[str]) -> tuple[str, str]:
-    """Reasoning, and what follows it. Tool calls end it where no `</think>` does, or one with nothing behind it."""
+    """Return the reasoning and the text after it.
+
+    Tool calls end the reasoning if `</think>` is missing, or if nothing follows it.
+    """
     reasoning, mark, content = text.partition(tokens.THINK_END)
     found = _MARKUP.search(reasoning)
     if found is None:

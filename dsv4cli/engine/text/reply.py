@@ -1,4 +1,4 @@
-"""What the model wrote, taken apart: reasoning, content and tool calls, of a finished text or as it comes."""
+"""Parsing of generated text into reasoning, content and tool calls, for a complete text or while it is generated."""
 
 import re
 from collections.abc import Callable
@@ -21,11 +21,11 @@ from dsv4cli.errors import Dsv4Error
 ToolCall = dict[str, Any]
 Kind = Literal["reasoning", "content", "calls"]
 
-# the official patterns; `$` also matches before a last newline, which the empty parameter list of a call needs
+# the official patterns; `$` also matches before a final newline, which a call without parameters relies on
 _NAME = re.compile(r'^\s*name="(.*?)">\n$', re.DOTALL)
 _PARAMETER = re.compile(r'^ name="(.*?)" string="(true|false)">(.*?)<$', re.DOTALL)
 
-# how markup can begin, the malformed included
+# beginnings of markup, including malformed markup
 _MARKUP = (f"<{tokens.DSML}", f"</{tokens.DSML}", tokens.DSML)
 
 _FORBIDDEN = (tokens.BOS, tokens.EOS, tokens.THINK_START, tokens.THINK_END, tokens.DSML)
@@ -37,14 +37,14 @@ class MalformedReply(Dsv4Error):
 
 @dataclass(frozen=True)
 class ParsedReply:
-    """One assistant turn. The calls are in OpenAI shape, without ids; arguments are JSON text, perhaps invalid."""
+    """One assistant turn. Its calls are in OpenAI's shape without ids; arguments are JSON text, perhaps invalid."""
 
     content: str
     reasoning_content: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def changed(self, change: Callable[[str], str]) -> "ParsedReply":
-        """The same with each text changed."""
+        """Return a copy with `change` applied to each text."""
         calls = [
             {**call, "function": {key: change(text) for key, text in call["function"].items()}}
             for call in self.tool_calls
@@ -52,7 +52,7 @@ class ParsedReply:
         return ParsedReply(change(self.content), change(self.reasoning_content), calls)
 
     def as_message(self) -> dict[str, Any]:
-        """The reply as a message of the conversation."""
+        """Return the reply as a message of the conversation."""
         return {
             "role": "assistant",
             "content": self.content,
@@ -62,13 +62,21 @@ class ParsedReply:
 
 
 def name_calls(message: dict[str, Any], index: int) -> None:
-    """Gives the calls of a message ids, for results to name; index: its number in the conversation."""
+    """Add ids to the calls of a message, so that tool results can refer to them.
+
+    Args:
+        index: the message's position in the conversation.
+    """
     for nth, call in enumerate(message.get("tool_calls") or ()):
         call.setdefault("id", f"call_{index}_{nth}")
 
 
 def parse_reply(text: str, *, thinking: bool) -> ParsedReply:
-    """A finished generation, EOS included, as the official parser reads it; MalformedReply says what is wrong."""
+    """Parse a complete generation, including EOS, as the official parser does.
+
+    Raises:
+        MalformedReply: the text does not follow the reply format.
+    """
     reader = _Reader(text)
     reasoning = ""
     if thinking:
@@ -87,7 +95,7 @@ def parse_reply(text: str, *, thinking: bool) -> ParsedReply:
 
 
 def split_reply(text: str, *, thinking: bool) -> ParsedReply:
-    """A generation that was cut off: what comes before the first `</think>` is reasoning, calls stay in the content."""
+    """Split a generation that was cut off. Text before the first `</think>` is reasoning; calls stay in the content."""
     text = text.removesuffix(tokens.EOS)
     if not thinking:
         return ParsedReply(text)
@@ -96,11 +104,12 @@ def split_reply(text: str, *, thinking: bool) -> ParsedReply:
 
 
 class ReplyStream:
-    """Reasoning, content and calls of a text that comes in pieces, each as soon as it is certain.
+    """Splits generated text into reasoning, content and calls, and returns each piece as soon as it is certain.
 
-    Held back is only a tail that could be the beginning of `</think>`, of EOS or of markup. From the first mark of DSML
-    on all is "calls", the mark included, well formed or not; in reasoning that lasts until `</think>`, which ends the
-    reasoning and is not returned, nor is EOS. However the text is cut, the pieces of each kind join to the same text.
+    Only an end of the text that may be the beginning of `</think>`, EOS or markup is held back. From the first DSML
+    mark on, everything is of kind "calls", including the mark, whether it is well formed or not. Within reasoning this
+    ends at `</think>`. Neither `</think>` nor EOS is returned. The pieces of each kind join to the same text however
+    the input is divided.
     """
 
     def __init__(self, thinking: bool) -> None:
@@ -110,11 +119,11 @@ class ReplyStream:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether `</think>` has not come yet."""
+        """Whether the reasoning has not ended, that is, `</think>` has not been read."""
         return self._thinking
 
     def push(self, text: str) -> list[tuple[Kind, str]]:
-        """The pieces that `text` makes certain, in order and none empty."""
+        """Return the pieces that `text` makes certain, in order and without empty ones."""
         pieces: list[tuple[Kind, str]] = []
         self._held += text
         while found := self._next_mark():
@@ -133,14 +142,14 @@ class ReplyStream:
         return [piece for piece in pieces if piece[1]]
 
     def flush(self) -> list[tuple[Kind, str]]:
-        """The tail that was held back, now that nothing follows."""
+        """Return the text that was held back, because no more text follows."""
         held, self._held = self._held, ""
         return [(self._kind, held)] if held else []
 
     def _marks(self) -> tuple[str, ...]:
-        """The texts that end something in what is being read."""
+        """Return the texts that can end the current kind of text."""
         think = (tokens.THINK_END,) if self._thinking else ()
-        # no answer's text ends with the empty line before its calls; what stands before markup elsewhere is its own
+        # the empty line before calls is part of the markup after content, and part of the text after reasoning
         markup = {"reasoning": _MARKUP, "content": (f"\n\n{_MARKUP[0]}", *_MARKUP), "calls": ()}
         return (tokens.EOS, *think, *markup[self._kind])
 
@@ -150,7 +159,7 @@ class ReplyStream:
 
 
 class _Reader:
-    """A position in a text that moves past one mark after the other."""
+    """A position in a text, which advances from mark to mark."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -158,11 +167,15 @@ class _Reader:
 
     @property
     def rest(self) -> str:
-        """What has not been read."""
+        """The text after the position."""
         return self._text[self._at :]
 
     def until(self, *marks: str) -> tuple[str, str]:
-        """The text before the nearest of the marks, and that mark; MalformedReply names the last if none comes."""
+        """Advance past the nearest of the marks. Return the text before it, and the mark.
+
+        Raises:
+            MalformedReply: none of the marks follows; the error names the last one.
+        """
         hits = ((self._text.find(mark, self._at), mark) for mark in marks)
         at, mark = min((hit for hit in hits if hit[0] >= 0), default=(-1, ""))
         if not mark:
@@ -172,9 +185,9 @@ class _Reader:
 
 
 def _read_calls(reader: _Reader) -> list[ToolCall]:
-    """The invokes up to the end of the block; the reader stands behind its opening mark, before `>`.
+    """Read the calls up to the end of the block, from the position after its opening mark, before `>`.
 
-    As in the official parser, a text may also end with that mark, or with the one that closes an invoke.
+    As in the official parser, the text may also end with that mark, or with the mark that closes a call.
     """
     calls: list[ToolCall] = []
     while reader.rest:
@@ -207,7 +220,7 @@ def _read_invoke(reader: _Reader) -> ToolCall:
 
 
 def _read_parameter(reader: _Reader, call: str) -> tuple[str, str]:
-    """A parameter's name and its value as JSON text; one that says it is JSON is taken at its word."""
+    """Return a parameter's name and its value as JSON text. A value that is declared as JSON is not checked."""
     text, _ = reader.until(PARAMETER_CLOSE)
     parts = _PARAMETER.match(text)
     if parts is None:

@@ -1,4 +1,4 @@
-"""What an answer may be, as a grammar in Lark's notation as llguidance reads it: a form of answer, calls of tools."""
+"""Grammars of answers in llguidance's dialect of Lark: a form for the text, and calls of tools."""
 
 import json
 import re
@@ -21,18 +21,20 @@ from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema, resolved,
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
 
-# between the parts of JSON, a line's beginning or one space: in any number of them weak models get lost
+# whitespace between JSON tokens: one space, or a line break with indentation. Weak models do not stop if more is
+# allowed.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
-# between two tags, before a name, and between the name of a parameter and its value
+# text between two tags, before a name, after a name, and between a parameter's name and its value
 BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
 _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The form of an answer's text: JSON of a schema, what a regex matches, or what a grammar in Lark's notation does.
+    """The required form of an answer's text: JSON that matches a schema, a regex, or a Lark grammar.
 
-    value: the schema, or the text of the regex or of the grammar.
+    Attributes:
+        value: the schema, or the text of the regex or grammar.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -44,8 +46,13 @@ ANY_JSON = AnswerForm("json", {"type": "object"})
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which calls an answer has. kind: "auto" where it may have some; "required" for at least one. name: the function
-    that is called once, of those with "required". parallel: whether there may be several."""
+    """Which tool calls an answer may or must contain.
+
+    Attributes:
+        kind: "auto" for optional calls, "none", or "required" for at least one.
+        name: the only function that may be called, exactly once. None: any function.
+        parallel: whether the answer may contain several calls.
+    """
 
     kind: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
@@ -54,14 +61,23 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class _Forms:
-    """How a parameter may be written: as text, any or one of these; as JSON of a schema. None: not so."""
+    """The ways to write a parameter.
+
+    Attributes:
+        texts: as text: any text, one of these, or None if not as text.
+        json: as JSON of this schema, None if not as JSON.
+    """
 
     texts: Sequence[str] | Literal["any"] | None
     json: Schema | None
 
 
 class _Rules:
-    """A grammar that grows by a rule at a time. dsml: the id of the token that markup is made of."""
+    """The rules of a grammar under construction.
+
+    Args:
+        dsml: id of the DSML token, which all markup contains.
+    """
 
     def __init__(self, dsml: int) -> None:
         self._token = f"<[{dsml}]>"
@@ -69,28 +85,39 @@ class _Rules:
 
     @property
     def text(self) -> str:
-        """All of them."""
+        """The text of all rules."""
         return "\n".join(f"{name}: {rule}" for name, rule in self._rules.items())
 
     def add(self, name: str, *alternatives: str) -> str:
-        """Its name; a rule that is there already stays."""
+        """Add a rule unless one of this name exists. Return the name."""
         self._rules.setdefault(name, " | ".join(alternatives))
         return name
 
     def markup(self, text: str) -> str:
-        """A text whose markup is the token. A line break stands alone: what is read in one piece must not begin like
-        another piece that may come there."""
+        """Return the expression for a text whose markup is the DSML token.
+
+        Each line break is a literal of its own: no literal may begin like another one that is possible at the same
+        place.
+        """
         parts = re.split(f"({DSML}|\n)", text)
         return " ".join(self._token if part == DSML else _literal(part) for part in parts if part)
 
 
 def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], choice: ToolChoice, dsml: int) -> str:
-    """The grammar of what follows the thinking, as JSON for llguidance: the answer in its form, if there is one, or
-    calls of the tools (OpenAI's shape), as the choice has it. dsml: the id of the token that markup is made of.
+    """Return the grammar of an answer after its thinking, as JSON for llguidance.
 
-    A call has the parameters of its schema in their order; those that are not required may be left out. A schema
-    without properties takes any. What a schema says about a text beyond `enum`, and what no grammar can hold, is left
-    to the tool. Raises UsageError for a schema that is none, and for a choice that is not among the tools.
+    The answer is text of the form, or calls of the tools. A call has the parameters of its schema in their order;
+    optional ones may be left out. A schema without properties allows any parameters. Restrictions of strings other than
+    `enum`, and whatever a grammar cannot express, are left to the tool.
+
+    Args:
+        form: the form of the text, None for no text.
+        tools: the tools in OpenAI's shape.
+        choice: which calls are allowed or required.
+        dsml: id of the DSML token, which all markup contains.
+
+    Raises:
+        UsageError: a schema is invalid, or the choice names a tool that is not among the tools.
     """
     rules = _Rules(dsml)
     starts, named = list[str](), list[dict[str, Any]]()
@@ -98,7 +125,7 @@ def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], c
         starts.append("@form")
         named.append(_named("form", form))
     if choice.kind == "required" and not tools:
-        raise UsageError("tool_choice requires a call, and there are no tools", "give tools, or leave it out")
+        raise UsageError("tool_choice requires a call, but there are no tools", "add tools, or remove tool_choice")
     if tools and choice.kind != "none":
         functions = [tool["function"] for tool in tools]
         if choice.name is not None:
@@ -109,15 +136,19 @@ def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], c
 
 
 def json_grammar(schema: Schema, lenient: bool) -> str:
-    """The grammar of JSON of a schema alone. lenient: what the schema says that no grammar holds is passed over."""
+    """Return the grammar of JSON that matches a schema.
+
+    Args:
+        lenient: ignore what the schema requires and a grammar cannot express.
+    """
     return to_json({"grammars": [{"name": "form", "json_schema": _guided(schema, lenient)}]})
 
 
 def parameter_schemas(function: Mapping[str, Any]) -> dict[str, Schema]:
-    """The schemas of a function's parameters, each with the definitions of all. Raises UsageError for what is none."""
+    """Return the schemas of a function's parameters, each with all definitions. Raises UsageError if one is invalid."""
     name = function["name"]
     whole = with_places(_schema_of(function.get("parameters") or {}, f"the schema of {name}"))
-    properties = _schema_of(whole.get("properties") or {}, f"what {name} has as properties")
+    properties = _schema_of(whole.get("properties") or {}, f"the value of properties in the schema of {name}")
     definitions = {key: whole[key] for key in DEFINITIONS if isinstance(whole.get(key), Mapping)}
     return {key: {**_schema_of(own, f"the schema of {name}'s {key}"), **definitions} for key, own in properties.items()}
 
@@ -128,7 +159,7 @@ def _named(name: str, form: AnswerForm) -> dict[str, Any]:
         check_schema(schema, "the schema", lenient=False)
         return {"name": name, "json_schema": _guided(schema, lenient=False)}
     if form.kind == "regex":
-        # in Lark's notation a slash ends a regex, if no backslash is before it
+        # in Lark, a slash without a backslash ends a regex
         text = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], form.value, flags=re.DOTALL)
         return {"name": name, "lark_grammar": f"start: /{text}/"}
     for schema in _schemas_in(form.value):
@@ -137,15 +168,15 @@ def _named(name: str, form: AnswerForm) -> dict[str, Any]:
 
 
 def _schemas_in(lark: str) -> Iterator[Schema]:
-    """Yield the JSON schemas in a grammar in Lark's notation."""
+    """Yield the JSON schemas in a Lark grammar."""
     for found in re.finditer(r"%json\s*(?={)", lark):
-        with suppress(ValueError):  # llguidance says what is wrong
+        with suppress(ValueError):  # llguidance reports the error
             yield json.JSONDecoder().raw_decode(lark, found.end())[0]
 
 
 def _guided(schema: Schema, lenient: bool) -> Schema:
-    """A schema with what llguidance is to do with it."""
-    options = {"lenient": lenient, "whitespace_pattern": WHITESPACE, "coerce_one_of": True}  # which was checked
+    """Return a schema with options for llguidance."""
+    options = {"lenient": lenient, "whitespace_pattern": WHITESPACE, "coerce_one_of": True}  # `oneOf` was checked
     return {**schema, "x-guidance": options}
 
 
@@ -188,8 +219,8 @@ def _add_call(rules: _Rules, rule: str, function: Mapping[str, Any]) -> str:
 
 
 def _add_in_order(rules: _Rules, rule: str, parameters: Sequence[tuple[str, bool]]) -> str:
-    """Parameters by their rules, a line each; those that are not required may be left out."""
-    first = later = '""'  # what may follow where none was written, and behind one
+    """Add rules for the parameters in their order, one per line, optional ones included. Return the first rule."""
+    first = later = '""'  # the rest if no parameter has been written yet, and after one
     for place, (parameter, required) in reversed([*enumerate(parameters)]):
         left_out = [[] if required else [rest] for rest in (first, later)]
         first = rules.add(f"{rule}first{place}", f"{parameter} {later}", *left_out[0])
@@ -198,7 +229,7 @@ def _add_in_order(rules: _Rules, rule: str, parameters: Sequence[tuple[str, bool
 
 
 def _add_any(rules: _Rules) -> str:
-    """Any parameters."""
+    """Add rules for any parameters."""
     rules.add("ANY_NAME", r"/[^\x00-\x1F\"<>]+/")
     opened = rules.markup(PARAMETER_OPEN + NAME)
     one = rules.add("one", *(f"{opened} ANY_NAME {form}" for form in _add_forms(rules, _Forms("any", {}), {})))
@@ -210,20 +241,24 @@ def _add_parameter(rules: _Rules, rule: str, what: str, name: str, schema: Schem
     definitions = {key: schema[key] for key in DEFINITIONS if key in schema}
     forms = _forms(schema, definitions)
     if forms.texts is None and forms.json is None:
-        raise UsageError(f"the schema of {what} allows no value", "correct it")
+        raise UsageError(f"the schema of {what} allows no value", "fix the schema")
     opened = f"{rules.markup(PARAMETER_OPEN + NAME)} {_literal(name)}"
     return rules.add(rule, *(f"{opened} {form}" for form in _add_forms(rules, forms, definitions)))
 
 
 def _add_forms(rules: _Rules, forms: _Forms, definitions: Schema) -> list[str]:
-    """What may follow a parameter's name. definitions: what its schema refers to."""
+    """Return the alternatives for what follows a parameter's name.
+
+    Args:
+        definitions: the definitions that the parameter's schema refers to.
+    """
     closed, found = rules.markup(f"{PARAMETER_CLOSE.removeprefix('/')}>"), []
     if forms.texts is not None:
-        # what stands before the token that closes it belongs to the text: where it may go on is known there only
+        # the text includes the "</" before the DSML token that closes it, since only that token shows where it ends
         text = rules.add("TEXT", r"/(?s:.*)<\//") if forms.texts == "any" else _any_of(forms.texts)
         found.append(f"{_literal(TYPE.format('true'))} {text} {closed}")
     if forms.json is not None:
-        # a tool checks what a grammar cannot
+        # lenient: a tool checks what a grammar cannot
         schema = to_json(_guided({**forms.json, **definitions}, lenient=True))
         found.append(f"{_literal(TYPE.format('false'))} %json {schema} {_literal('</')} {closed}")
     return found
@@ -234,7 +269,7 @@ def _any_of(texts: Sequence[str]) -> str:
 
 
 def _forms(schema: Schema, definitions: Schema) -> _Forms:
-    """How a parameter of this schema may be written."""
+    """Return the ways to write a parameter of this schema."""
     schema = resolved(schema, definitions)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
@@ -247,14 +282,14 @@ def _forms(schema: Schema, definitions: Schema) -> _Forms:
         return _both([_forms(part, definitions) for part in parts if isinstance(part, Mapping)], schema)
     types = schema.get("type", _TYPES)
     if not isinstance(types, str | list | tuple):
-        return _Forms(None, schema)  # which is refused
+        return _Forms(None, schema)  # llguidance rejects it
     types = [types] if isinstance(types, str) else types
     others = [one for one in types if one != "string"]
     return _Forms("any" if "string" in types else None, {**schema, "type": others} if others else None)
 
 
 def _either(forms: Sequence[_Forms]) -> _Forms:
-    """As one of these."""
+    """Return the ways that any of the forms allows."""
     texts = [one.texts for one in forms if one.texts is not None]
     schemas = [one.json for one in forms if one.json is not None]
     some = [text for own in texts if own != "any" for text in own]
@@ -262,7 +297,7 @@ def _either(forms: Sequence[_Forms]) -> _Forms:
 
 
 def _both(forms: Sequence[_Forms], schema: Schema) -> _Forms:
-    """As all of these, which are the parts of a schema."""
+    """Return the ways that all of the forms allow, which are the parts of a schema's `allOf`."""
     texts = [[] if one.texts is None else one.texts for one in forms if one.texts != "any"]
     shared = [text for text in texts[0] if all(text in own for own in texts)] if texts else "any"
     others = schema if not shared else {**schema, "type": [one for one in _TYPES if one != "string"]}
@@ -274,5 +309,5 @@ def _holds(names: object, name: str) -> bool:
 
 
 def _literal(text: str) -> str:
-    """A text in Lark's notation."""
+    """Return a text as a literal of a Lark grammar."""
     return to_json(text)

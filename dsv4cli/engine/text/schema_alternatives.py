@@ -1,4 +1,4 @@
-"""Which alternatives of `oneOf` in a JSON schema can match the same value; no torch."""
+"""Detection of `oneOf` alternatives in a JSON schema that can match the same value. Does not import torch."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -6,19 +6,19 @@ from typing import Any
 
 from dsv4cli.engine.text.schema_references import Schema, at_pointer, reference_of
 
-# the types of values; "number" is a number with a fraction
+# types of JSON values; "number" means a number with a fraction
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "object", "array"})
 
 
 def overlapping(alternatives: object, root: Schema) -> tuple[int, int] | None:
     """Find two alternatives that may match the same value.
 
-    They exclude each other by their types, by `const` or `enum`, or by a property that all objects among them require
-    and whose schemas exclude each other.
+    Alternatives exclude each other by their types, by `const` or `enum`, or by a property that all object alternatives
+    require and whose schemas exclude each other.
 
     Args:
-        alternatives: The value of `oneOf`.
-        root: The schema that references are resolved in.
+        alternatives: the value of `oneOf`.
+        root: the schema in which references are resolved.
 
     Returns:
         The indices of two alternatives that may overlap, None if there are none.
@@ -29,13 +29,15 @@ def overlapping(alternatives: object, root: Schema) -> tuple[int, int] | None:
 
 
 class _View:
-    """What a value must be to match all of some schemas."""
+    """The requirements of several schemas, all of which a value must match."""
 
     def __init__(self, schemas: Sequence[Any], root: Schema, followed: Iterable[str] = ()) -> None:
-        """Args:
-        schemas: All of which a value must match.
-        root: The schema that references are resolved in.
-        followed: References on the way here; one of them says nothing more.
+        """Collect the requirements.
+
+        Args:
+            schemas: the schemas that a value must match.
+            root: the schema in which references are resolved.
+            followed: references that have already been resolved; repeating one adds nothing.
         """
         self._root, self._followed = root, set(followed)
         self._never = any(one is False for one in schemas)
@@ -57,7 +59,7 @@ class _View:
 
     @property
     def types(self) -> frozenset[str]:
-        """The types that a value may have."""
+        """The types that a matching value may have."""
         found = frozenset[str]() if self._never else _TYPES
         for one in self._schemas:
             for branches in (one.get("anyOf"), one.get("oneOf")):
@@ -69,12 +71,12 @@ class _View:
 
     @property
     def required(self) -> set[str]:
-        """The properties that an object must have."""
+        """The properties that a matching object must have."""
         listed = [one["required"] for one in self._schemas if isinstance(one.get("required"), list)]
         return {name for names in listed for name in names if isinstance(name, str)}
 
     def property(self, name: str) -> "_View":
-        """What the value of a property must be."""
+        """Return the requirements for the value of a property."""
         named = [one["properties"] for one in self._schemas if isinstance(one.get("properties"), dict)]
         return _View([properties[name] for properties in named if name in properties], self._root)
 
@@ -94,7 +96,7 @@ def _overlapping(views: Sequence[_View]) -> tuple[int, int] | None:
 
 
 def _same_value(views: Sequence[_View], kind: str) -> tuple[int, int] | None:
-    """Return two of some schemas of one type whose constants do not exclude each other."""
+    """Return two of the schemas, all of one type, whose constants do not exclude each other, or None."""
     owner: dict[str, int] = {}
     for number, view in enumerate(views):
         if view.values is None:
@@ -108,13 +110,13 @@ def _same_value(views: Sequence[_View], kind: str) -> tuple[int, int] | None:
 
 
 def _discriminated(views: Sequence[_View]) -> bool:
-    """Whether schemas of objects exclude each other by a property that all require."""
+    """Return True if the object schemas exclude each other by a property that all of them require."""
     shared = set.intersection(*(view.required for view in views))
     return any(_overlapping([view.property(name) for view in views]) is None for name in sorted(shared))
 
 
 def _values(schema: Schema) -> dict[str, Any] | None:
-    """Return the values that a schema lists, by a text that equal values share; None if it lists none."""
+    """Return the values that a schema lists, or None. Equal values have the same key."""
     if "const" in schema:
         return {_key(schema["const"]): schema["const"]}
     values = schema.get("enum")
@@ -126,7 +128,7 @@ def _key(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a JSON value with 1 for 1.0, which are equal."""
+    """Return a JSON value with integral floats (1.0) as integers, because both are equal in JSON Schema."""
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     if isinstance(value, list):

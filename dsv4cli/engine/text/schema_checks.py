@@ -1,4 +1,4 @@
-"""Checks of JSON schemas before they become grammars: numbers, recursion, `oneOf`; no torch."""
+"""Checks of JSON schemas before they are compiled to grammars: numbers, recursion and `oneOf`. No torch."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -8,43 +8,43 @@ from dsv4cli.engine.text.schema_alternatives import overlapping
 from dsv4cli.engine.text.schema_references import Schema, at_pointer, reference_of
 from dsv4cli.errors import UsageError
 
-# keywords whose value is a schema for each name, a list of schemas, or one schema
+# keywords whose value is a schema per name, a list of schemas, or one schema
 _NAMED = ("properties", "patternProperties")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SINGLE = ("items", "additionalProperties")
 _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _LENGTHS = ("minLength", "maxLength")
 _VALUES = ("const", "enum", "multipleOf", "minItems", "maxItems", "minProperties", "maxProperties")
-# llguidance reads numbers as fp64, which holds all integers up to _EXACT, and writes integers as int64
+# llguidance parses numbers as fp64, which represents all integers up to _EXACT, and stores integers as int64
 _EXACT, _INT64 = 2**53, 2**63
-# llguidance makes ranges from bounds of up to 18 digits, and lengths are 32-bit integers
+# llguidance supports bounds of up to 18 digits, and its lengths are 32-bit integers
 _LARGEST_BOUND, _LARGEST_LENGTH = 10**18, 2**32
 
 
 def check_schema(schema: Schema, what: str, *, lenient: bool) -> None:
-    """Check that a grammar can hold a schema, with all that it refers to.
+    """Check that a grammar can express a schema and everything that it refers to.
 
     Args:
-        schema: The schema, with its definitions.
-        what: How errors name it, such as "the schema".
-        lenient: Accept `oneOf` even if several alternatives can match.
+        schema: the schema, with its definitions.
+        what: its name in errors, such as "the schema".
+        lenient: accept `oneOf` even if several alternatives can match.
 
     Raises:
-        UsageError: A number cannot be held exactly, a recursion never ends, or alternatives of `oneOf` overlap.
+        UsageError: a number cannot be represented exactly, a recursion never ends, or alternatives of `oneOf` overlap.
     """
     parts = _reachable(schema)
     endless = _endless(parts)
     if endless is not None:
         raise UsageError(
-            f"the grammar allows no answer that ends: {what} at {endless} requires itself again and again",
-            "make a property on the way optional, or allow null there",
+            f"the grammar allows no finite answer: {what} at {endless} requires itself recursively",
+            "make a property in this recursion optional, or allow null",
         )
     for place, part in parts.items():
         for keyword, number in _numbers(part):
             limit = f"less than {_LARGEST_LENGTH:,}" if keyword in _LENGTHS else f"integers within ±{_EXACT:,}"
             raise UsageError(
-                f"{what} at {place}: {keyword} has the number {number}, which a grammar cannot hold exactly",
-                f"use {limit}, or leave {keyword} out",
+                f"{what} at {place}: {keyword} has the number {number}, which a grammar cannot represent exactly",
+                f"use {limit}, or remove {keyword}",
             )
         pair = None if lenient else overlapping(part.get("oneOf"), schema)
         if pair is not None:
@@ -55,7 +55,7 @@ def check_schema(schema: Schema, what: str, *, lenient: bool) -> None:
 
 
 def parts_of(schema: Schema) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the schemas that a schema consists of, each with its JSON pointer from there."""
+    """Yield the direct subschemas of a schema, each with its relative JSON pointer."""
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, dict):
             held = [(_pointer(key, name), part) for name, part in value.items()]
@@ -71,7 +71,7 @@ def _pointer(key: str, name: object) -> str:
 
 
 def _reachable(schema: Schema) -> dict[str, Schema]:
-    """Return the schema and all that it consists of or refers to, by their JSON pointers."""
+    """Return the schema with all subschemas and everything that it refers to, by JSON pointer."""
     found: dict[str, Schema] = {}
     left: list[tuple[str, Any]] = [("#", schema)]
     while left:
@@ -85,12 +85,12 @@ def _reachable(schema: Schema) -> dict[str, Schema]:
 
 
 def _numbers(part: Schema) -> Iterator[tuple[str, int | float]]:
-    """Yield the numbers of a schema that its grammar would not hold exactly, with their keywords."""
+    """Yield the keywords and numbers of a schema that a grammar cannot represent exactly."""
     for keyword in _VALUES:
         yield from ((keyword, one) for one in _numbers_in(part.get(keyword)) if not _held(one))
     for keyword in _BOUNDS:
         for one in _numbers_in(part.get(keyword)):
-            # the maximum of int64 is where llguidance clips bounds
+            # llguidance clips bounds at the maximum of int64
             if not (_held(one) and abs(one) < _LARGEST_BOUND) and (keyword, one) != ("maximum", _INT64 - 1):
                 yield keyword, one
     for keyword in _LENGTHS:
@@ -107,12 +107,12 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 def _held(number: int | float) -> bool:
     if isinstance(number, float):
-        return isfinite(number) and number != -_INT64  # the least int64 overflows llguidance's stack
+        return isfinite(number) and number != -_INT64  # the smallest int64 overflows llguidance's stack
     return abs(number) < _INT64 and int(float(number)) == number
 
 
 def _endless(parts: dict[str, Schema]) -> str | None:
-    """Return the place of a schema each of whose values contains another value of it, None if there is none."""
+    """Return the JSON pointer of a schema whose values always contain another value of it, or None if there is none."""
     ending = _ending(parts)
     place = next((place for place in parts if place not in ending), None)
     passed: set[str] = set()
@@ -124,19 +124,19 @@ def _endless(parts: dict[str, Schema]) -> str | None:
 
 
 def _ending(parts: dict[str, Schema]) -> set[str]:
-    """Return the places of the schemas that have a value of finite size."""
+    """Return the JSON pointers of the schemas that allow a value of finite size."""
     ending: set[str] = set()
     before = -1
     while len(ending) > before:
         before = len(ending)
-        for place in reversed(parts):  # parts come before what they consist of
+        for place in reversed(parts):  # schemas precede their subschemas
             if place not in ending and _Ends(parts, ending, place).whole():
                 ending.add(place)
     return ending
 
 
 class _Ends:
-    """Whether a schema has a finite value, given the places of some that do."""
+    """Decides whether a schema allows a value of finite size, from the pointers of schemas that are known to."""
 
     def __init__(self, parts: dict[str, Schema], ending: set[str], place: str) -> None:
         self._parts, self._ending, self._place = parts, ending, place

@@ -1,17 +1,20 @@
-"""What a JSON schema refers to within itself; no torch."""
+"""References within a JSON schema. Does not import torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
 DEFINITIONS = ("$defs", "definitions")
-# the definition that a schema is of itself, where it refers to places that are none of its definitions
+# name of the definition that contains the schema itself, for references to places outside the definitions
 WHOLE = "the-whole"
 
 
 def with_places(schema: Schema) -> Schema:
-    """A schema whose parts can stand alone with its definitions: where one refers to another place in it, or to all of
-    it, that is a definition too."""
+    """Return an equivalent schema whose subschemas need only its definitions.
+
+    If a reference points to a place outside the definitions, or to the whole schema, the schema becomes a definition of
+    itself (`WHOLE`) and the reference points into that.
+    """
     moved = _moved(schema)
     definitions = moved.get("$defs", {})
     if moved == schema or not isinstance(definitions, dict):
@@ -20,7 +23,7 @@ def with_places(schema: Schema) -> Schema:
 
 
 def resolved(schema: Schema, definitions: Schema) -> Schema:
-    """What a schema refers to, if it refers to one of the definitions or to a part of one."""
+    """Return the definition, or part of one, that a schema refers to; the schema itself if it has no such reference."""
     seen: set[str] = set()
     while isinstance(reference := schema.get("$ref"), str) and reference not in seen:
         seen.add(reference)
@@ -32,7 +35,7 @@ def resolved(schema: Schema, definitions: Schema) -> Schema:
 
 
 def _moved(value: Any) -> Any:
-    """With references to places that are no definitions as `with_places` has them."""
+    """Return the value with references to places outside the definitions rewritten, for `with_places`."""
     if isinstance(value, Mapping):
         return {key: _reference(part) if key == "$ref" else _moved(part) for key, part in value.items()}
     return [_moved(part) for part in value] if isinstance(value, list) else value
@@ -40,7 +43,7 @@ def _moved(value: Any) -> Any:
 
 def _reference(value: Any) -> Any:
     if not isinstance(value, str):
-        return _moved(value)  # a property of this name
+        return _moved(value)  # a property named "$ref"
     beginning, _, path = value.partition("/")
     if beginning != "#" or path.partition("/")[0] in DEFINITIONS:
         return value
@@ -48,13 +51,13 @@ def _reference(value: Any) -> Any:
 
 
 def reference_of(schema: Schema) -> str | None:
-    """Return the JSON pointer that a schema refers to, such as `#/$defs/x`, None without one."""
+    """Return the JSON pointer that a schema refers to, such as `#/$defs/x`, or None."""
     reference = schema.get("$ref")
     return reference if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")) else None
 
 
 def at_pointer(value: Any, reference: str) -> Any:
-    """Return what a reference such as `#/$defs/x` points to in a schema, None if nothing is there."""
+    """Return the value that a reference such as `#/$defs/x` points to in a schema, or None."""
     for part in reference.removeprefix("#").split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
         if isinstance(value, list):

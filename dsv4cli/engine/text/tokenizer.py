@@ -1,4 +1,4 @@
-"""Text to token ids and back, at once or one id at a time."""
+"""Conversion of text to token ids and back, for complete texts or one id at a time."""
 
 import codecs
 import re
@@ -16,12 +16,15 @@ from dsv4cli.errors import CheckpointError, UsageError
 if TYPE_CHECKING:
     import tokenizers
 
-FIRST_BYTE = 3  # in the built-in vocabularies, after BOS, EOS and PAD
+FIRST_BYTE = 3  # id of byte 0 in the built-in vocabularies, after BOS, EOS and PAD
 
 
 def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary: printable Latin-1 ones for themselves,
-    the other 68 as U+0100 and up (GPT-2's `bytes_to_unicode`)."""
+    """Return the character that represents each byte in a byte-level vocabulary.
+
+    Printable Latin-1 characters represent themselves; the other 68 bytes are U+0100 and up (GPT-2's
+    `bytes_to_unicode`).
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = (byte for byte in range(256) if byte not in printable)
     stand_in = {byte: 0x100 + nth for nth, byte in enumerate(hidden)}
@@ -33,21 +36,21 @@ _BYTE_OF = {character: byte for byte, character in enumerate(BYTE_CHARACTERS)}
 
 
 class TooManyTokens(UsageError):
-    """A text has more tokens than it may have."""
+    """A text has more tokens than allowed."""
 
     def __init__(self, most: int) -> None:
         super().__init__(f"the text has more than {most:,} tokens", "shorten it")
 
 
 class Tokenizer:
-    """A byte-level BPE vocabulary that has the tokens of the prompt format.
+    """A byte-level BPE vocabulary with the special tokens of the prompt format.
 
-    BOS is part of the prompt's text: encoding adds no token of its own. Decoding keeps special tokens, writes an id
-    that the vocabulary lacks as `⟨id⟩` and bytes that are not UTF-8 as U+FFFD.
+    BOS is part of the prompt's text: encoding adds no tokens. Decoding keeps special tokens, writes an id that is not
+    in the vocabulary as `⟨id⟩`, and invalid UTF-8 as U+FFFD.
     """
 
     def __init__(self, backend: "tokenizers.Tokenizer") -> None:
-        """`backend` has every token of `tokens.REQUIRED`; `from_file` and `byte_level` see to that."""
+        """Wrap a backend that has every token of `tokens.REQUIRED`, as `from_file` and `byte_level` ensure."""
         eos_id = backend.token_to_id(tokens.EOS)
         assert eos_id is not None
         self.eos_id: int = eos_id
@@ -56,7 +59,11 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> "Tokenizer":
-        """The vocabulary in a tokenizer.json; CheckpointError if it is absent, damaged or not DeepSeek-V4's."""
+        """Load the vocabulary from a tokenizer.json.
+
+        Raises:
+            CheckpointError: the file is missing, damaged or not DeepSeek-V4's.
+        """
         remedy = f"copy the official DeepSeek-V4 tokenizer.json into {path.parent}"
         if not is_there(path):
             raise CheckpointError(f"no {path.name} in {path.parent}", remedy)
@@ -66,7 +73,7 @@ class Tokenizer:
             backend = Backend.from_buffer(read_bytes(path))
         except CheckpointError:
             raise
-        except Exception as error:  # tokenizers raises the bare class for a file it cannot parse
+        except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
             raise CheckpointError(f"{path} is not a tokenizer file: {error}", remedy) from error
         missing = [text for text in tokens.REQUIRED if not _is_one_token(backend, text)]
         if missing:
@@ -75,7 +82,7 @@ class Tokenizer:
 
     @classmethod
     def byte_level(cls) -> "Tokenizer":
-        """The vocabulary of the built-in random models: one token a byte (ids 3 to 258) and the special tokens."""
+        """Return the vocabulary of the built-in random models: one token per byte (ids 3 to 258) and special tokens."""
         from tokenizers import AddedToken, decoders, models, pre_tokenizers
         from tokenizers import Tokenizer as Backend
 
@@ -87,20 +94,20 @@ class Tokenizer:
         return cls(backend)
 
     def text(self) -> str:
-        """The tokenizer.json that `from_file` reads as this vocabulary."""
+        """Return the tokenizer.json from which `from_file` loads this vocabulary."""
         return self._backend.to_str(pretty=True)
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Return the ids of a text, special tokens where their text stands.
+        """Return the token ids of a text. The text of a special token becomes that token.
 
-        Other threads of Python run meanwhile.
+        Other Python threads can run during the call.
 
         Args:
-            most: Encode no more tokens than this.
+            most: the most tokens allowed, None for no limit.
 
         Raises:
-            UsageError: The text is not valid Unicode.
-            TooManyTokens: It has more than `most` tokens.
+            UsageError: the text is not valid Unicode.
+            TooManyTokens: it has more than `most` tokens.
         """
         self._check_size(text, most)
         ids: list[int] = []
@@ -110,12 +117,14 @@ class Tokenizer:
         return ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """The ids of `text`, without special tokens; UsageError if it is not valid Unicode."""
+        """Return the token ids of a text, without special tokens. Raises UsageError if it is not valid Unicode."""
         return self.encode_parts([tokens.Given(text)])[0]
 
     def encode_parts(self, parts: Sequence[str], most: int | None = None) -> tuple[list[int], list[str]]:
-        """Return the ids of the parts' text, special tokens where their text stands but not in what is `Given`, and the
-        texts there that look like one. Raises as `encode`."""
+        """Return the token ids of the joined parts, and the texts in `Given` parts that look like special tokens.
+
+        The text of a special token becomes that token, except in `Given` parts. Raises what `encode` raises.
+        """
         if not any(map(_is_given, parts)):
             return self.encode("".join(parts), most), []
         self._check_size("".join(parts), most)
@@ -134,7 +143,7 @@ class Tokenizer:
         return ids, list(lookalikes)
 
     def _runs(self, part: str) -> Iterator[tuple[str, int | None]]:
-        """The part cut at its special tokens, each with its id, None for text."""
+        """Split a part at its special tokens. Yield (text, id) of special tokens, (text, None) of what is between."""
         start = 0
         for found in () if _is_given(part) else self._special_text.finditer(part):
             yield part[start : found.start()], None
@@ -143,35 +152,35 @@ class Tokenizer:
         yield part[start:], None
 
     def _check_size(self, text: str, most: int | None) -> None:
-        """Raise UsageError for invalid Unicode, and TooManyTokens where not even the longest tokens make it fit."""
+        """Raise UsageError for invalid Unicode, and TooManyTokens if even the longest tokens would be too many."""
         check_unicode(text, "the text")
         if most is not None and len(text) > most and len(text.encode()) > most * self.longest:
             raise TooManyTokens(most)
 
     @cached_property
     def longest(self) -> int:
-        """The bytes of the longest token."""
+        """Number of bytes of the longest token."""
         return max(self._longest_ordinary, *(len(text.encode()) for text in self.special.values()))
 
     @cached_property
     def _longest_ordinary(self) -> int:
-        """The same without special tokens; the vocabulary spells each byte as one character."""
+        """Number of bytes of the longest ordinary token. The vocabulary spells each byte as one character."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=False).keys() - self.special.values()))
 
     @cached_property
     def _boundary(self) -> "re.Pattern[str] | None":
-        """Where a text may be cut into pieces."""
+        """Pattern that ends where a text may be split into pieces, None if there is none."""
         special = self.special.values()
         return boundary_of_bytes(special) if self._longest_ordinary == 1 else boundary_of(self._backend, special)
 
     @cached_property
     def _special_text(self) -> "re.Pattern[str]":
-        """Finds the special tokens' texts."""
+        """Pattern that matches the texts of the special tokens."""
         return re.compile(any_of([token.content for token in self._backend.get_added_tokens_decoder().values()]))
 
     @cached_property
     def special(self) -> dict[int, str]:
-        """Each token that is found in a text before all others."""
+        """The texts of the special tokens by id. They are matched in a text before all other tokens."""
         return {id: token.content for id, token in self._backend.get_added_tokens_decoder().items()}
 
     @cached_property
@@ -186,29 +195,29 @@ class Tokenizer:
         return plain
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The UTF-8 bytes that `id` adds to the text, which may be a part of a character."""
+        """Return the UTF-8 bytes of a token, which may be an incomplete character."""
         text = self._backend.id_to_token(id)
         if text is None:
             return f"⟨{id}⟩".encode()
-        # the rule of tokenizers' ByteLevel decoder: text outside the byte alphabet is a special token's own
+        # as in tokenizers' ByteLevel decoder: text with characters outside the byte alphabet is that of a special token
         if all(character in _BYTE_OF for character in text):
             return bytes(_BYTE_OF[character] for character in text)
         return text.encode()
 
     def token_id(self, text: str) -> int | None:
-        """The id of the one token that is written `text`, as a special token or as the vocabulary spells it."""
+        """Return the id of the token spelled `text`, as a special token or in the vocabulary's spelling, or None."""
         return self._backend.token_to_id(text)
 
 
 class StreamDecoder:
-    """Text of a growing list of ids: the pushes and the flush together are `Tokenizer.decode` of all of them.
+    """Decodes token ids one at a time. The pushes and the flush together return `Tokenizer.decode` of all ids.
 
-    A character is returned with its last byte. Bytes that no later one can complete come out as U+FFFD at once, those
-    that one could at the flush. The work of a push depends on its own token only.
+    A character is returned with its last byte. Bytes that can no longer become a character are returned as U+FFFD at
+    once, an incomplete character at the flush. The cost of a push depends only on its own token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -216,16 +225,20 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, id: int) -> str:
-        """The text that `id` completes, often none."""
+        """Return the text that a token completes, often none."""
         return self._utf8.decode(self._tokenizer.token_bytes(id))
 
     def flush(self) -> str:
-        """What is still open, as U+FFFD; afterwards a new text may begin."""
+        """Return an incomplete character as U+FFFD, and reset the decoder."""
         return self._utf8.decode(b"", final=True)
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises UsageError for a text that is not valid Unicode; what: how to call it."""
+    """Raise UsageError if a text is not valid Unicode.
+
+    Args:
+        what: the text's name in the error.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -234,7 +247,7 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def _encoded(backend: "tokenizers.Tokenizer", piece: str) -> list[int]:
-    """Encode one text; a batch of one, unlike `encode`, releases Python's lock."""
+    """Encode one text. Unlike `encode`, a batch of one releases the GIL."""
     [encoding] = backend.encode_batch_fast([piece], add_special_tokens=False)
     ids: list[int] = encoding.ids
     return ids
@@ -250,6 +263,6 @@ def _is_given(part: str) -> bool:
 
 
 def _is_one_token(backend: "tokenizers.Tokenizer", text: str) -> bool:
-    """Whether `text` has an id and is encoded as that id alone (a token must be registered, not only listed)."""
+    """Return True if `text` is encoded as a single id of its own (a token must be registered, not only listed)."""
     id = backend.token_to_id(text)
     return id is not None and backend.encode(text, add_special_tokens=False).ids == [id]

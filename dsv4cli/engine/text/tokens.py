@@ -1,7 +1,7 @@
 """The special tokens of DeepSeek-V4 as literal text, from the official tokenizer.json; standard library only.
 
-The bar in them is U+FF5C and the low line U+2581. The prompt format is text made of these, so that whoever needs a
-token writes its text and the tokenizer finds the id.
+Their bar is U+FF5C and their low line U+2581. The prompt format is plain text that contains these; the tokenizer finds
+their ids.
 """
 
 BOS = "<｜begin▁of▁sentence｜>"
@@ -23,16 +23,16 @@ TASKS: dict[str, str] = {
     "title": "<｜title｜>",
     "read_url": "<｜read_url｜>",
 }
-"""The quick-instruction tasks a message may name, each with the token that asks for it."""
+"""The quick-instruction tasks that a message may name, with their tokens."""
 
 REQUIRED = (BOS, EOS, USER, ASSISTANT, THINK_START, THINK_END, DSML)
-"""What no prompt can be written without."""
+"""The tokens that every vocabulary must have."""
 
 SPECIAL = (BOS, EOS, PAD, *REQUIRED[2:], LATEST_REMINDER, EXTRACTED_URL, *TASKS.values())
-"""Every token named here, BOS, EOS and PAD first as in the official vocabulary (ids 0, 1, 2)."""
+"""All tokens of this module; BOS, EOS and PAD come first, as in the official vocabulary (ids 0, 1, 2)."""
 
 
 class Given(str):
-    """A part of a prompt that comes from outside: what looks like a special token in it is text."""
+    """A part of a prompt that comes from outside. Text in it that looks like a special token stays text."""
 
     __slots__ = ()

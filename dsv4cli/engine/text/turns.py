@@ -1,4 +1,4 @@
-"""Messages as the turns of the prompt format: user texts and tool results folded together, put in order, rendered."""
+"""Messages as the turns of the prompt format: user texts and tool results are merged, ordered and rendered."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,27 +9,28 @@ from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.tokens import Given
 from dsv4cli.errors import UsageError
 
-_PRIMED_ROLES = ("assistant", "latest_reminder")  # what precedes one of these ends with the primer of an answer
+_PRIMED_ROLES = ("assistant", "latest_reminder")  # a turn before one of these ends with the assistant prefix
 
 
 @dataclass
 class TurnPart:
-    """A part of a user turn: a text, or the result of the call `call_id`."""
+    """A part of a user turn: a text, or the result of the tool call `call_id`."""
 
     text: str
     call_id: str | None
 
     @property
     def parts(self) -> list[str]:
-        """As the user turn has it."""
+        """The rendered part."""
         return [Given(self.text)] if self.call_id is None else texts.result_parts(self.text)
 
 
 @dataclass
 class Turn:
-    """One message, or the user and tool messages that the format writes as one user turn of blocks.
+    """One message, or several user and tool messages that the format merges into one user turn.
 
-    `written` is false for what the model has read already.
+    Attributes:
+        written: False if the model has already processed the turn.
     """
 
     role: str
@@ -39,20 +40,20 @@ class Turn:
 
     @property
     def task(self) -> str | None:
-        """The quick instruction that follows the turn."""
+        """The quick-instruction task that follows the turn, None if there is none."""
         task: str | None = self.message.get("task")
         return task
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """A message's content as text: parts are joined by an empty line, one that is not text leaves a note."""
+    """Return a message's content as text. Parts are joined by an empty line; parts that are not text become notes."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n\n".join(part["text"] if part["type"] == "text" else f"[Unsupported {part['type']}]" for part in content)
 
 
 def fold(messages: Sequence[Mapping[str, Any]], *, written: bool) -> list[Turn]:
-    """Messages as turns: users and tools in a row become one, except that a user's text does not join a task.
+    """Return messages as turns: consecutive user and tool messages are merged, but a user message never joins a task.
 
     As in the official encoder, the task of a user message that joins an earlier turn is lost.
     """
@@ -70,7 +71,7 @@ def fold(messages: Sequence[Mapping[str, Any]], *, written: bool) -> list[Turn]:
 
 
 def order_results(turns: Sequence[Turn]) -> None:
-    """Put the results of each user turn in the order of the latest calls; an unknown call counts as the first."""
+    """Sort the tool results of each user turn in the order of the latest calls. An unknown call counts as the first."""
     order: dict[str, int] = {}
     for turn in turns:
         if turn.role == "assistant" and turn.message.get("tool_calls"):
@@ -81,18 +82,22 @@ def order_results(turns: Sequence[Turn]) -> None:
 
 
 def last_question(turns: Sequence[Turn]) -> int:
-    """Index of the last user or developer turn, -1 without one."""
+    """Return the index of the last user or developer turn, -1 if there is none."""
     return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
 
 
 def without_developers(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns less the developer's before the last question, which go with the reasoning they led to."""
+    """Return the turns without developer turns before the last question, whose reasoning is dropped too."""
     last = last_question(turns)
     return [turn for i, turn in enumerate(turns) if turn.role != "developer" or i >= last]
 
 
 def render(turns: Sequence[Turn], *, thinking: bool, keep: bool) -> list[str]:
-    """The parts of the written turns. `keep`: reasoning from before the last question stays."""
+    """Return the parts of the turns that are `written`.
+
+    Args:
+        keep: keep the reasoning from before the last question.
+    """
     last = last_question(turns)
     parts: list[str] = []
     for i, turn in enumerate(turns):
@@ -111,7 +116,11 @@ def _block(message: Mapping[str, Any]) -> TurnPart:
 
 
 def _body(turn: Turn, *, reasoning: bool) -> list[str]:
-    """The turn's own parts; `reasoning` is whether an assistant's is shown."""
+    """Return the parts of a turn.
+
+    Args:
+        reasoning: whether to include an assistant's reasoning.
+    """
     match turn.role:
         case "system":
             return _instructions(turn.message)
@@ -136,19 +145,23 @@ def _instructions(message: Mapping[str, Any]) -> list[str]:
 
 
 def _answer(message: Mapping[str, Any], reasoning: bool) -> list[str]:
-    # <think> is the primer that the turn before ended with
+    # the previous turn ended with <think>
     thought = [Given(message.get("reasoning_content") or ""), tokens.THINK_END] if reasoning else []
     calls = texts.calls_parts(message["tool_calls"]) if message.get("tool_calls") else []
     return [*thought, Given(text_of(message.get("content"))), *calls, "" if message.get("wo_eos") else tokens.EOS]
 
 
 def _tail(turn: Turn, *, thinking: bool, current: bool) -> str:
-    """What asks for the next answer: a task's token, or the primer; `current` is whether that answer may reason."""
+    """Return the text that requests the next answer: a task's token or the assistant prefix.
+
+    Args:
+        current: whether that answer may reason.
+    """
     if turn.task == "action":
         return tokens.ASSISTANT + (tokens.THINK_START if thinking else tokens.THINK_END) + tokens.TASKS["action"]
     if turn.task is not None:
         if turn.task not in tokens.TASKS:
-            raise UsageError(f'there is no task "{turn.task}"', f"use one of {', '.join(tokens.TASKS)}")
+            raise UsageError(f'unknown task "{turn.task}"', f"use one of {', '.join(tokens.TASKS)}")
         return tokens.TASKS[turn.task]
     if turn.role in ("user", "developer"):
         return tokens.ASSISTANT + (tokens.THINK_START if thinking and current else tokens.THINK_END)

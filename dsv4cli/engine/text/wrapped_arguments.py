@@ -1,4 +1,4 @@
-"""Arguments that a model has put into one argument of its own making, as it does at times: taken out again."""
+"""Unwrapping of arguments that a model has put into a single argument of its own invention."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,31 +7,31 @@ from dsv4cli.engine.text.prompt_text import from_json, to_json
 from dsv4cli.engine.text.reply import ToolCall
 
 WRAPPERS = ("arguments", "input")
-# of each function, the parameters that it has
+# the parameters of each function
 Declared = Mapping[str, frozenset[str]]
 
 
 def declared_by(tools: Sequence[Mapping[str, Any]]) -> Declared:
-    """What tools (OpenAI's shape) declare; functions without parameters apart."""
+    """Return the parameters of each tool (OpenAI's shape) that declares any."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     held = {name: schema.get("properties") for name, schema in schemas.items() if isinstance(schema, Mapping)}
     return {name: frozenset(properties) for name, properties in held.items() if isinstance(properties, Mapping)}
 
 
 def required_by(tools: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
-    """Return the required parameters of each function that tools (in OpenAI's shape) declare."""
+    """Return the required parameters of each tool (OpenAI's shape)."""
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
     required = {name: schema.get("required") if isinstance(schema, Mapping) else () for name, schema in schemas.items()}
     return {name: frozenset(names if isinstance(names, Sequence) else ()) for name, names in required.items()}
 
 
 def may_wrap(declared: Declared, function: str, parameter: str) -> bool:
-    """Whether a parameter may hold the arguments of a function, for it has none of that name."""
+    """Return True if a parameter may wrap a function's arguments: the function declares no parameter of its name."""
     return parameter in WRAPPERS and parameter not in declared.get(function, {parameter})
 
 
 def unwrapped(call: ToolCall, declared: Declared) -> ToolCall:
-    """A call, its arguments JSON, with the arguments that its only one holds, if they are all the function's."""
+    """Return a call with its single wrapped argument unpacked, if that contains only parameters of the function."""
     function = call["function"]
     arguments = _parsed(function["arguments"])
     if not isinstance(arguments, dict) or len(arguments) != 1:
@@ -46,7 +46,7 @@ def unwrapped(call: ToolCall, declared: Declared) -> ToolCall:
 
 
 def _parsed(value: object) -> object:
-    """A value, or what a text holds as JSON."""
+    """Return a value, or the JSON value of a text."""
     if not isinstance(value, str):
         return value
     try:

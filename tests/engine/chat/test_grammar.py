@@ -277,7 +277,7 @@ LOOKING = {"type": "string", "pattern": "(?=x)a"}
         ("x", "the schema is not a JSON schema: it must be an object"),
         ({"enum": ["\ud800"]}, "the grammar is not valid Unicode at character"),
         ({"$defs": 5, "items": {"$ref": "#/$defs/x"}}, "at #/items: Pointer '/$defs/x' does not exist"),
-        ({"$ref": "#"}, "the grammar allows no answer"),
+        ({"$ref": "#"}, "the grammar allows no finite answer"),
         ({"properties": {"a": {"const": 2**70}}}, "at #/properties/a: const has the number 1180591620717411303424"),
         ({"oneOf": [{"const": 1}, {"minimum": 1}]}, "at #: alternatives 0 and 1 of oneOf can both match"),
         ({"items": {"$ref": "https://a.example/b"}},
@@ -355,10 +355,10 @@ def test_a_tool_takes_any_alternative(small):
         ([tool("f", {"a": 3})], REQUIRED, "the schema of f's a is not a JSON schema: it must be an object"),
         ([tool("f", {"a": {"enum": []}})], REQUIRED, "the schema of f's a allows no value"),
         ([tool("f", {"a": {"type": 5}})], REQUIRED, "f's a at #: type must be a string"),
-        ([tool("f", [1])], REQUIRED, "what f has as properties is not"),
+        ([tool("f", [1])], REQUIRED, "the value of properties in the schema of f is not"),
         ([{"function": {"name": "f", "parameters": [1]}}], REQUIRED, "the schema of f is not a JSON schema"),
         ([tool("f")], ToolChoice("required", "g"), "tool_choice names the tool g, which is not among the tools"),
-        ([], REQUIRED, "tool_choice requires a call, and there are no tools"),
+        ([], REQUIRED, "tool_choice requires a call, but there are no tools"),
     ],
 )
 def test_tools_that_cannot_be_called(given, choice, message, small):

@@ -484,7 +484,7 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x.y/z"}}]}]},
             "messages[0].content[0].type",
-            "all that DeepSeek-V4 reads",
+            "the only content that DeepSeek-V4 accepts",
         ),
         ({"temperature": "hot"}, "temperature", "expected a number from 0"),
         ({"temperature": -1}, "temperature", "expected a number from 0"),

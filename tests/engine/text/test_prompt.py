@@ -211,9 +211,9 @@ def test_good_messages(messages: list[Message]) -> None:
         ([user([{"type": "text"}])], "messages[0].content[0].text: expected a string, got nothing"),
         (
             [user([{"type": "image_url"}])],
-            """[0].type: expected "text", which is all that DeepSeek-V4 reads, got 'im""",
+            """[0].type: expected "text", the only content that DeepSeek-V4 accepts, got 'im""",
         ),
-        ([{"role": "developer", "content": ""}], "messages[0].content: expected a text that is not empty, got ''"),
+        ([{"role": "developer", "content": ""}], "messages[0].content: expected a non-empty string, got ''"),
         ([{"role": "tool", "content": "r"}], "messages[0].tool_call_id: expected a string, got nothing"),
         ([assistant("", reasoning_content=1)], "messages[0].reasoning_content: expected a string, got 1"),
         ([assistant("", tool_calls={})], "messages[0].tool_calls: expected a list, got {}"),
@@ -225,7 +225,7 @@ def test_good_messages(messages: list[Message]) -> None:
         ),
         (
             [assistant("", tool_calls=[{"function": {"name": "f", "arguments": {"a": 1}}}])],
-            "tool_calls[0].function.arguments: expected the arguments' JSON text in a string, got {'a': 1}",
+            "tool_calls[0].function.arguments: expected a string with the arguments as JSON, got {'a': 1}",
         ),
         ([assistant("", tool_calls=[{**call("f", "{}"), "id": 3}])], "tool_calls[0].id: expected a string, got 3"),
         (
