@@ -62,11 +62,7 @@ class _OpenValue:
 
 @dataclass
 class _OpenCall:
-    """A call that is being read.
-
-    Attributes:
-        fault: why the call is left out; empty if it is sound.
-    """
+    """A call that is being read; `fault` is why it is left out, empty if it is sound."""
 
     name: str
     arguments: dict[str, str] = field(default_factory=dict)

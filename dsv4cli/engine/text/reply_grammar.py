@@ -21,8 +21,8 @@ from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema, resolved,
 from dsv4cli.engine.text.tokens import DSML
 from dsv4cli.errors import UsageError
 
-# whitespace between JSON tokens: one space, or a line break with indentation. Weak models do not stop if more is
-# allowed.
+# whitespace between JSON tokens: one space, or a line break with indentation. Without a limit, weak models may write
+# whitespace without end.
 WHITESPACE = r"\x20|\x0A[\x20\x09]{0,16}"
 # text between two tags, before a name, after a name, and between a parameter's name and its value
 BREAK, NAME, END_OF_NAME, TYPE = "\n", ' name="', '">', '" string="{}">'
@@ -31,10 +31,9 @@ _TYPES = ("string", "number", "integer", "boolean", "object", "array", "null")
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """The required form of an answer's text: JSON that matches a schema, a regex, or a Lark grammar.
+    """The form of an answer's text: JSON that matches a schema, a regex, or a Lark grammar.
 
-    Attributes:
-        value: the schema, or the text of the regex or grammar.
+    `value` is the schema, or the text of the regex or grammar.
     """
 
     kind: Literal["json", "regex", "lark"]
@@ -61,23 +60,14 @@ class ToolChoice:
 
 @dataclass(frozen=True)
 class _Forms:
-    """The ways to write a parameter.
-
-    Attributes:
-        texts: as text: any text, one of these, or None if not as text.
-        json: as JSON of this schema, None if not as JSON.
-    """
+    """The ways to write a parameter: as text (any, or one of `texts`) and as JSON of a schema; None if not so."""
 
     texts: Sequence[str] | Literal["any"] | None
     json: Schema | None
 
 
 class _Rules:
-    """The rules of a grammar under construction.
-
-    Args:
-        dsml: id of the DSML token, which all markup contains.
-    """
+    """The rules of a grammar under construction. `dsml` is the id of the DSML token, which all markup contains."""
 
     def __init__(self, dsml: int) -> None:
         self._token = f"<[{dsml}]>"
@@ -96,8 +86,7 @@ class _Rules:
     def markup(self, text: str) -> str:
         """Return the expression for a text whose markup is the DSML token.
 
-        Each line break is a literal of its own: no literal may begin like another one that is possible at the same
-        place.
+        Each line break is a literal of its own: no literal may begin like another one possible at the same place.
         """
         parts = re.split(f"({DSML}|\n)", text)
         return " ".join(self._token if part == DSML else _literal(part) for part in parts if part)
@@ -136,11 +125,7 @@ def reply_grammar(form: AnswerForm | None, tools: Sequence[Mapping[str, Any]], c
 
 
 def json_grammar(schema: Schema, lenient: bool) -> str:
-    """Return the grammar of JSON that matches a schema.
-
-    Args:
-        lenient: ignore what the schema requires and a grammar cannot express.
-    """
+    """Return the grammar of JSON that matches a schema. `lenient`: ignore what a grammar cannot express."""
     return to_json({"grammars": [{"name": "form", "json_schema": _guided(schema, lenient)}]})
 
 
@@ -247,11 +232,7 @@ def _add_parameter(rules: _Rules, rule: str, what: str, name: str, schema: Schem
 
 
 def _add_forms(rules: _Rules, forms: _Forms, definitions: Schema) -> list[str]:
-    """Return the alternatives for what follows a parameter's name.
-
-    Args:
-        definitions: the definitions that the parameter's schema refers to.
-    """
+    """Return the alternatives for what follows a parameter's name. `definitions`: those of the parameter's schema."""
     closed, found = rules.markup(f"{PARAMETER_CLOSE.removeprefix('/')}>"), []
     if forms.texts is not None:
         # the text includes the "</" before the DSML token that closes it, since only that token shows where it ends

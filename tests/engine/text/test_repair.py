@@ -81,27 +81,27 @@ def test_thinking(text, content, reasoning, calls, words):
         (
             without(BLOCK, ' name="n"'),
             [],
-            ["the call of f has a parameter without a name", "the call of g follows what"],
+            ["the call of f has a parameter without a name", "the call of g was left out"],
         ),
         (without(BLOCK, f"{CALLS_OPEN}>"), [FIRST, SECOND], ["the tool calls were not well formed"]),
         (
             BLOCK.replace('"n"', '"a"'),
             [],
-            ["the call of f has the parameter a twice", "the call of g follows what"],
+            ["the call of f has the parameter a twice", "the call of g was left out"],
         ),
         (f"\n\n<{DSML}tool_calls>", [], ["markup of tool calls without a call was left out"]),
         (f" {DSML} ", [], ["markup of tool calls without a call was left out"]),
         (
             UNENDED.replace("x\ny", f"x\ny\n</{DSML}param>z"),
             [],
-            ["the call of f has text that belongs to no parameter", "the call of g follows what"],
+            ["the call of f has text that belongs to no parameter", "the call of g was left out"],
         ),
         (UNENDED.replace(">3<", f">3{DSML}<"), [FIRST, SECOND], ["markup inside the parameter n was left out"]),
         (UNENDED.replace('"g"', f'"g{DSML}"'), [FIRST], ["a tool call without a name was left out"]),
         (
             UNENDED.replace('"n"', f'"n{DSML}"'),
             [],
-            ["the call of f has a parameter without a name", "the call of g follows what"],
+            ["the call of f has a parameter without a name", "the call of g was left out"],
         ),
     ],
 )
