@@ -1,1 +1,1 @@
-"""Where do two computations of the same tokens part, and by more than rounding explains?"""
+"""Tracing: find where two computations of the same tokens diverge by more than rounding explains."""

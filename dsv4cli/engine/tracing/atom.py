@@ -1,4 +1,4 @@
-"""Reads what ATOM's dump writes: `layer{LL}_{Class}_rank{R}.pt`, one module's output each; nothing is unpickled.
+"""Reads the files of ATOM's dump: `layer{LL}_{Class}_rank{R}.pt`, one module's output each. Nothing is unpickled.
 
 Source: ATOM, atom/utils/debug_helper/dump.py. Other engines can write the same files (docs/guides/trace.md).
 """
@@ -16,7 +16,7 @@ from dsv4cli.engine.tracing.stages import BY_NAME, STREAMS, in_order
 from dsv4cli.errors import UsageError
 
 FILE = re.compile(r"layer(\d{1,6})_(\w+?)_rank(\d{1,6})(?:_call(\d{1,6}))?\.pt", re.ASCII)
-# the one table between ATOM's classes and our stages: a block's output is what the next layer takes
+# ATOM's class -> our stage; a block's output is the next layer's input streams
 CLASSES = {
     "Block": STREAMS,
     "DeepseekV4Attention": "attn.output",
@@ -29,40 +29,52 @@ GLOB = "layer*_*_rank*.pt"
 
 
 class AtomFolder:
-    """A folder of such files as a recording, of the tokens of another one. Rank 0 speaks for all: these outputs are the
-    same on each, once they are summed up."""
+    """A folder of ATOM's dump files, read as a recording of another recording's tokens.
+
+    Only rank 0 is read: after the all-reduce, these outputs are the same on every rank.
+    """
 
     def __init__(self, folder: Path, like: TraceManifest) -> None:
-        """like: what the files do not say: tokens, layers, numerics. Raises UsageError for files of no known class."""
+        """Index the files of a folder.
+
+        Args:
+            like: supplies what the files lack: tokens, layers and numerics.
+
+        Raises:
+            UsageError: no file is of a known class.
+        """
         self.name, self.folder = str(folder), folder
         self._files: dict[tuple[int, str], list[Path]] = defaultdict(list)
         found = [(match, path) for path in folder.glob(GLOB) if (match := FILE.fullmatch(path.name))]
-        # by class and call: the thousandth call's number has a digit more
+        # sort by class and call number, as an integer: from call 1000 on, it has more digits
         for match, path in sorted(found, key=lambda one: (one[0][2], int(one[0][4] or -1))):
             if match[2] in CLASSES and int(match[3]) == 0:
                 stage = CLASSES[match[2]]
                 self._files[int(match[1]) + (stage == STREAMS), stage].append(path)
         if not self._files:
-            raise UsageError(f"{folder} has no file of a known class", f"dump some of {', '.join(CLASSES)}")
+            raise UsageError(f"{folder} has no file of a known class", f"dump at least one of {', '.join(CLASSES)}")
         self.manifest = replace(like, model=f"ATOM, {folder}", weights=None, ranks=1, fed=False, how={})
         self._known: tuple[tuple[int, str], torch.Tensor] | None = None
 
     def layers(self) -> list[int]:
-        """The layers that it has stages of."""
+        """Return the layers that have stages."""
         return sorted({layer for layer, _ in self._files})
 
     def stages(self, layer: int) -> list[str]:
-        """The stages of a layer, in order."""
+        """Return the stages of a layer, in order."""
         return in_order([stage for own, stage in self._files if own == layer])
 
     def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
-        """Rows of a stage, on the CPU. Raises UsageError for files of other tokens."""
+        """Return rows of a stage, on the CPU. Raises UsageError if the files are of other tokens."""
         if self._known is None or self._known[0] != (layer, stage):
             self._known = (layer, stage), self._read(layer, stage)
         return self._known[1][first:end]
 
     def _read(self, layer: int, stage: str) -> torch.Tensor:
-        """All rows: of the last calls that have as many as there are tokens. What comes before them warms up."""
+        """Return all rows, from the last calls that have as many rows as there are tokens.
+
+        Earlier calls are warm-up.
+        """
         manifest, files = self.manifest, self._files[layer, stage]
         tokens, parts, count = manifest.rows(BY_NAME[stage].per, layer), list[torch.Tensor](), 0
         shape = (manifest.streams, manifest.hidden) if stage == STREAMS else (manifest.hidden,)
@@ -72,14 +84,14 @@ class AtomFolder:
                 count += len(parts[0])
         if count != tokens:
             raise UsageError(
-                f"{files[-1]} and the calls before it have {count} rows, and the text has {tokens} tokens",
+                f"{files[-1]} and earlier calls have {count} rows, but the text has {tokens} tokens",
                 "dump the same tokens, without the warm-up: ATOM_FWD_DUMP_ONE_SHOT=0",
             )
         return torch.cat(parts)
 
 
 def _load(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
-    """A file's rows [T, *shape]. Raises UsageError for what is no tensor of them."""
+    """Return a file's rows [T, *shape]. Raises UsageError if it has no such tensor."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)["hidden"]
         rows: torch.Tensor = found.reshape(-1, *shape)
@@ -87,6 +99,6 @@ def _load(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     except (UnpicklingError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"{path} holds no rows of {' x '.join(map(str, shape))}: {reason}",
-            'dump modules anew, each as {"hidden": tensor}',
+            f"{path} has no rows of shape {' x '.join(map(str, shape))}: {reason}",
+            'dump the modules again, each as {"hidden": tensor}',
         ) from None

@@ -1,4 +1,4 @@
-"""What is seen of one block: by hooks where a module gives a stage, around methods where none does."""
+"""Observes one block: hooks where a stage is a module's input or output, wrapped methods elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,19 +19,19 @@ from dsv4cli.engine.tracing.short_sums import with_moved_shared_expert
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, STREAMS
 from dsv4cli.kernels.block_scale import dequantise
 
-# what a method is given, and what it gives; torch's own modules are untyped too
+# arguments or results of a method; untyped, as in torch's own modules
 Call = tuple[Any, ...]
 
 
 class BlockObserver:
-    """Gives an observer the stages of one layer."""
+    """Passes the stages of one layer to an observer."""
 
     def __init__(self, observer: Observer, layer: int, block: nn.Module) -> None:
         assert isinstance(block, Block)
         self.observer, self.layer, self.block = observer, layer, block
 
     def hooks(self) -> list[RemovableHandle]:
-        """On the modules whose input or output is a stage."""
+        """Hook the modules whose input or output is a stage."""
         block = self.block
         return [
             block.register_forward_pre_hook(self._takes),
@@ -45,7 +45,7 @@ class BlockObserver:
 
     @contextmanager
     def methods(self) -> Iterator[None]:
-        """The same of methods: inside, their arguments and results are seen."""
+        """Wrap the methods whose arguments or results are stages, while the block runs."""
         attn = self.block.attn
         with ExitStack() as stack:
             for owner, name, before, after in (
@@ -64,8 +64,10 @@ class BlockObserver:
         self.observer.take(self.layer, stage, rows)
 
     def _takes(self, _: nn.Module, args: tuple[Any, Batch, LayerCache]) -> tuple[Any, Batch, LayerCache]:
-        """Before the block. The streams that a step makes of what was before are seen behind that, unless others are
-        fed."""
+        """Record the streams before the block, and replace them if the observer feeds others.
+
+        If the streams are still pending and are not fed, they are recorded after the step that computes them.
+        """
         before, batch, cache = args
         if isinstance(before, torch.Tensor):
             self._take(STREAMS, before)
@@ -73,11 +75,11 @@ class BlockObserver:
         return self._fed(before, STREAMS), batch, cache
 
     def _between(self, args: Call) -> Call:
-        """args: what was before, part, norm. Between attention and the experts."""
+        """Feed the streams between attention and the experts. args: pending residual, part, norm."""
         return (self._fed(args[0], AFTER_ATTENTION), *args[1:]) if args[1] == "ffn" else args
 
     def _fed(self, before: PendingResidual, stage: str) -> PendingResidual:
-        """What takes the place of the streams that `before` would become; these are seen."""
+        """Compute and record the streams of a pending residual, and return what replaces it."""
         if self.observer.feed is None:
             return before
         own = before.connect_post()
@@ -85,11 +87,11 @@ class BlockObserver:
         return pending(before, self.observer.given(self.layer, stage, own))
 
     def _connected(self, args: Call, result: Call) -> None:
-        """args: streams, part; result: x, post, comb."""
+        """Record the hyper-connection weights. args: streams, part; result: x, post, comb."""
         self._weights(args[1], *result[1:])
 
     def _stepped(self, args: Call, result: Call) -> None:
-        """args: what was before, part, norm; result: streams, x, post, comb."""
+        """Record streams and weights. args: pending residual, part, norm; result: streams, x, post, comb."""
         part, streams = args[1], result[0]
         if self.observer.feed is None:
             self._take(AFTER_ATTENTION if part == "ffn" else STREAMS, streams)
@@ -100,26 +102,29 @@ class BlockObserver:
         self._take(f"hc_{part}.comb", comb)
 
     def _before_queries(self, args: Call) -> Call:
-        """args: latent queries and keys, batch, ring."""
+        """Record the latent queries. args: latent queries and keys, batch, ring buffer."""
         latent, keys = map(self.observer.summed, args[:2])
         self._take("attn.wq_a", latent)
         return (latent, keys, *args[2:])
 
     def _summed(self, args: Call) -> Call:
-        """args: queries of all heads."""
+        """Replace the queries by short sums if needed. args: queries of all heads."""
         return (self.observer.summed(args[0]),)
 
     def _before_output(self, args: Call) -> None:
         self._take("attn.o", args[0])
 
     def _projected(self, _: Call, result: Call) -> None:
-        """result: queries, keys, the indexer's queries."""
+        """Record the results: queries, keys, the indexer's queries."""
         for stage, rows in zip(("attn.q", "attn.kv", "indexer.q"), result, strict=True):
             if rows is not None:
                 self._take(stage, rows)
 
     def _listed(self, args: Call, result: Call) -> None:
-        """args: raw rows of the compressors, the indexer's queries, batch, cache; result: pool, lists."""
+        """Record the compressed entries and the indexer's choice.
+
+        args: raw rows of the compressors, the indexer's queries, batch, cache; result: pool, lists.
+        """
         rows, _, batch, cache = args
         watched, ratio = self.observer.watched, self.block.attn.ratio
         if watched is None or not ratio:
@@ -134,14 +139,14 @@ class BlockObserver:
                 self._take("indexer.chosen", chosen_entries(result[1], batch, watched, width))
 
     def _experts_summed(self, ffn: MoE, args: Call, output: torch.Tensor) -> torch.Tensor:
-        """args: x, batch."""
+        """Record the experts' output. args: x, batch."""
         if self.observer.moves_sums:
             output = with_moved_shared_expert(ffn, args[0], output, self.observer.summed)
         self._take("ffn.output", output)
         return output
 
     def _made(self, stage: str, state: CompressorState, batch: Batch, watched: Watched) -> None:
-        """The entries that the text's tokens of this step have completed."""
+        """Record the entries that the text's tokens completed in this step."""
         if not self.observer.wants(self.layer, stage):
             return
         ratio = self.block.attn.ratio
@@ -154,14 +159,14 @@ class BlockObserver:
         self.observer.take_entries(self.layer, stage, first, values)
 
     def _routed(self, chosen: torch.Tensor, weights: torch.Tensor) -> None:
-        """Experts and their weights [T, k], in the order of experts: the router's own order means nothing."""
+        """Record experts and their weights [T, k], sorted by expert, because the router's order has no meaning."""
         order = chosen.argsort(1)
         self._take("gate.chosen", chosen.gather(1, order).int())
         self._take("gate.weights", weights.gather(1, order))
 
 
 def pending(before: PendingResidual, streams: torch.Tensor) -> PendingResidual:
-    """What the next block makes of exactly these streams [T, N, D]: it adds nothing to them."""
+    """Return a pending residual that evaluates to exactly these streams [T, N, D]."""
     identity = torch.eye(streams.shape[1], dtype=before.comb.dtype, device=streams.device)
     return PendingResidual(
         torch.zeros_like(before.x), streams, torch.zeros_like(before.post), identity.expand_as(before.comb).contiguous()
@@ -169,14 +174,16 @@ def pending(before: PendingResidual, streams: torch.Tensor) -> PendingResidual:
 
 
 def chosen_entries(lists: torch.Tensor, batch: Batch, watched: Watched, width: int) -> torch.Tensor:
-    """The entries that attention lists of a CSA layer [T, L] name: int32 [T, width], ascending, -1 where there are
-    fewer. Rows of other sequences than the watched one mean nothing."""
+    """Return the entries in a CSA layer's attention lists [T, L], ascending: int32 [T, width], padded with -1.
+
+    Rows of other sequences than the watched one have no meaning.
+    """
     count = lists.shape[1] - batch.window_index.shape[1]
     columns = batch.window_columns[:, None] + torch.arange(count, device=lists.device)
     cells = lists.gather(1, columns) - batch.window_rows
     table = batch.entries[RATIO].table[watched.sequence, : (watched.position + watched.count) // RATIO]
     none = torch.iinfo(torch.int32).max
-    # what a cell holds; the last place is of cells below 0, which stand for none, and of other sequences' cells
+    # cell -> entry number; the last place is for cells below 0 (no entry) and cells of other sequences
     number = lists.new_full((int(torch.cat((cells.flatten(), table, cells.new_zeros(1))).max()) + 2,), none)
     number[table] = torch.arange(len(table), device=lists.device)
     entries = number[cells.clamp_min(-1)].sort(1).values[:, :width]
@@ -191,7 +198,7 @@ def _seen(
     before: Callable[[Call], Call | None] | None,
     after: Callable[[Call, Call], None] | None,
 ) -> Iterator[None]:
-    """A method of this one object tells what it is given, which may be replaced, and what it gives."""
+    """Wrap a method of this one object: `before` sees and may replace its arguments, `after` sees its result."""
     method = getattr(owner, name)
 
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How far two recordings lie apart, stage by stage: cosine, relative L2, the largest difference, other choices."""
+"""Compares two recordings stage by stage: cosine, relative L2, largest difference, different choices."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from dsv4cli.engine.tracing.recording import Recording, common
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, STREAMS, placed
 from dsv4cli.errors import UsageError
 
-# values that are compared at once, in double precision
+# values to compare at once, in double precision
 AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest difference, and where: text, position, and the index in its row."""
+    """The largest difference, and where it is: text, position and index in the row."""
 
     difference: float
     text: int
@@ -28,12 +28,15 @@ class Largest:
 
 @dataclass(frozen=True)
 class StageDifference:
-    """Of one stage: cosine and relative L2 over all rows, in double precision; of choices the share of rows with
-    another one.
+    """The difference of one stage.
 
-    rounding: how far, relative, one rounding of the coarser of both formats moves a value. rows: fp32 [R], the same as
-    relative of each row; infinite where it is not a number. alike: bool [R], whether what was chosen
-    before on the way to a row is the same: another expert gives another sum, which rounding may explain.
+    Attributes:
+        cosine, relative: cosine and relative L2 over all rows, in double precision. For choices, `relative` is the
+            share of rows with a different choice, and `cosine` is 1 minus that.
+        rounding: relative size of one rounding to the coarser of the two formats.
+        rows: relative L2 of each row, fp32 [R]; infinite if it is not a number.
+        alike: bool [R], whether all earlier choices for a row are the same. Another expert gives another sum, which
+            rounding may explain.
     """
 
     layer: int
@@ -47,8 +50,15 @@ class StageDifference:
 
 
 def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[StageDifference]:
-    """Each stage that both have, in order. fed: whether each half of a block of `other` was fed with `one`'s streams,
-    so that no difference goes from one half to the next. Raises UsageError for rows of other shapes."""
+    """Yield the difference of each stage that both recordings have, in order.
+
+    Args:
+        fed: whether each half of a block of `other` was fed with the streams of `one`, so that differences do not
+            propagate from one half to the next.
+
+    Raises:
+        UsageError: rows have different shapes.
+    """
     every = torch.ones(one.manifest.rows("token", 0), dtype=torch.bool, device="cpu")
     tokens = every
     for layer, stage in common(one, other):
@@ -61,10 +71,13 @@ def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Stag
 
 
 def rounding_of(one: TraceManifest, other: TraceManifest, stage: str, half_step: float) -> float:
-    """How far one more rounding moves a stage's rows, relative; half_step: of the coarser format, 0 where that is fp32.
+    """Return the relative change of a stage's rows by one more rounding.
 
-    Errors of up to half a step have a root mean square of 1/√3 of it. What stays fp32 behind values that were rounded
-    moves by what one of these, rounded the other way, is of the `hidden` that are summed up; or as sums do.
+    Errors of up to half a step have a root mean square of 1/√3 of it. An fp32 value computed from rounded values moves
+    by the share of one of them, rounded the other way, in a sum of `hidden`; or as sums in a different order do.
+
+    Args:
+        half_step: half a step of the coarser format, relative; 0 for fp32.
     """
     sums, between = sum_rounding(one), rounding_between(one, other)
     if BY_NAME[stage].direct:
@@ -76,7 +89,7 @@ def rounding_of(one: TraceManifest, other: TraceManifest, stage: str, half_step:
 
 
 def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torch.Tensor:
-    """Which rows of a stage no other choice has led to; tokens: for which it is so, bool [T]."""
+    """Return which rows of a stage were computed after the same choices. tokens: the same for tokens, bool [T]."""
     per = BY_NAME[stage].per
     if per == "token":
         return tokens
@@ -87,7 +100,7 @@ def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torc
 
 
 def _token(one: Recording, row: int, layer: int) -> int:
-    """The row of the token of a row of logits."""
+    """Return the token row that a row of logits belongs to."""
     text, position = one.manifest.place(row, "logits", layer)
     return position + sum(len(before.ids) for before in one.manifest.texts[:text])
 
@@ -102,7 +115,7 @@ def _difference(one: Recording, other: Recording, layer: int, stage: str, alike:
         if a.shape != b.shape and not BY_NAME[stage].choices:
             ours, theirs = (" x ".join(map(str, side.shape[1:])) for side in (a, b))
             raise UsageError(
-                f"{placed(layer, stage)}: a row of {one.name} has {ours} values, of {other.name} {theirs}",
+                f"{placed(layer, stage)}: a row has {ours} values in {one.name} and {theirs} in {other.name}",
                 "compare models of the same shape, or other stages with --what",
             )
         total.add(a, b, first, choices=BY_NAME[stage].choices)
@@ -110,7 +123,7 @@ def _difference(one: Recording, other: Recording, layer: int, stage: str, alike:
 
 
 class _Sums:
-    """What has been compared of a stage."""
+    """Accumulates the comparison of a stage."""
 
     def __init__(self) -> None:
         self.dot = self.one = self.other = self.between = 0.0
@@ -119,7 +132,7 @@ class _Sums:
         self.half_step = 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor, first: int, *, choices: bool) -> None:
-        """Rows of both, from row `first` on."""
+        """Add rows of both recordings, starting at row `first`."""
         if choices:
             self.rows.append(_others(a, b))
             return
@@ -141,7 +154,7 @@ class _Sums:
     def difference(
         self, one: Recording, other: Recording, layer: int, stage: str, alike: torch.Tensor
     ) -> StageDifference:
-        """Of all rows."""
+        """Return the difference over all rows."""
         rows, per = torch.cat(self.rows) if self.rows else torch.zeros(0, device="cpu"), BY_NAME[stage].per
         if BY_NAME[stage].choices:
             mean = float((rows > 0).float().mean()) if len(rows) else 0.0
@@ -160,8 +173,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _others(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of each row the share of a's choices that b does not have, infinite where b has more or fewer; -1 stands for
-    none."""
+    """Return, for each row, the share of a's choices that b lacks; infinite if their number differs.
+
+    -1 in a row means no choice.
+    """
     width = max(a.shape[1], b.shape[1])
     wide = [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1) for x in (a, b)]
     a, b = wide

@@ -1,4 +1,4 @@
-"""What blocks are given in place of what the block before has computed, and how far one rounding moves it."""
+"""Replaces a block's input streams by recorded or perturbed ones, and computes the size of rounding errors."""
 
 import torch
 
@@ -8,19 +8,21 @@ from dsv4cli.engine.tracing.recording import Recording
 
 
 class Jitter:
-    """Moves numbers as far as sums that are rounded otherwise would: by `size`, relative, and then to a neighbour in
-    their own format as often as that is nearer."""
+    """Perturbs numbers by up to `size`, relative, as differently rounded sums would.
+
+    Results are rounded stochastically to the dtype.
+    """
 
     def __init__(self, size: float, seed: int = 0) -> None:
         self.size, self.seed = size, seed
         self._generator: torch.Generator | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x of any shape, bf16 or fp32, in its dtype."""
+        """Return x, bf16 or fp32 of any shape, perturbed, in its dtype."""
         moved = x.float() * (1 + self.size * (2 * self._random(x) - 1))
         if x.dtype == torch.float32:
             return moved
-        # bf16 is the upper half of fp32: the lower half says how near the next one is
+        # bf16 is the upper half of fp32; the lower half is the fraction towards the next bf16 value
         bits = moved.view(torch.int32) + (self._random(x) * 2**16).int()
         return (bits & ~0xFFFF).view(torch.float32).to(x.dtype)
 
@@ -31,15 +33,14 @@ class Jitter:
 
 
 class RecordedStreams:
-    """The streams of a recording, for tokens that it has at that place: each half of a block is then compared by
-    itself."""
+    """Feeds the streams of a recording for its tokens, so that each half of a block is compared independently."""
 
     def __init__(self, recording: Recording, jitter: Jitter | None = None, short: Mover | None = None) -> None:
         self.recording, self.jitter, self.short = recording, jitter, short
         self._ids = [torch.tensor(text.ids, device="cpu") for text in recording.manifest.texts]
 
     def streams(self, layer: int, stage: str, own: torch.Tensor, watched: Watched) -> torch.Tensor:
-        """own [T, N, D] with the recorded rows in it. A draft that was wrong keeps its own."""
+        """Return own [T, N, D] with the recorded rows in place. Rows of rejected draft tokens are kept."""
         if stage not in self.recording.stages(layer):
             return own
         manifest, (start, count) = self.recording.manifest, (watched.position, watched.count)
@@ -47,15 +48,17 @@ class RecordedStreams:
         rows = self.recording.rows(layer, stage, first, first + count).to(own)
         rows = rows if self.jitter is None else self.jitter(rows)
         known = self._ids[watched.text][start : start + count].to(own.device)
-        same = (known == watched.ids) | (known < 0)  # below 0: what is drawn, not known beforehand
+        same = (known == watched.ids) | (known < 0)  # below 0: a sampled token, not known in advance
         streams = own.clone()
         streams[watched.rows] = torch.where(same[:, None, None], rows, own[watched.rows])
         return streams
 
 
 class MovedStreams:
-    """A block's own streams, moved by a jitter: how far rounding comes in a whole forward pass. That moves them further
-    than short sums do."""
+    """Feeds a block's own streams, perturbed by a jitter, to show how far rounding errors grow in a whole forward pass.
+
+    This perturbs them more than short sums do.
+    """
 
     short = None
 
@@ -63,29 +66,34 @@ class MovedStreams:
         self.jitter = jitter
 
     def streams(self, layer: int, stage: str, own: torch.Tensor, watched: Watched) -> torch.Tensor:
-        """own [T, N, D], moved."""
+        """Return own [T, N, D], perturbed."""
         return self.jitter(own)
 
 
-# half a step, relative, of formats that are coarser than a sum's own rounding
+# half a step, relative, of the formats that are coarser than the rounding error of sums
 HALF_STEPS = {"bfloat16": 2**-9, "float16": 2**-12}
 
 
 def format_rounding(manifest: TraceManifest) -> float:
-    """How far, relative, one more rounding to the activations' format moves a value."""
+    """Return the relative error of one more rounding to the dtype of activations."""
     return max(HALF_STEPS.get(manifest.dtype, 0.0), sum_rounding(manifest))
 
 
 def sum_rounding(manifest: TraceManifest) -> float:
-    """How far, relative, fp32 sums over a block's longest row lie apart when they are taken in another order: each of
-    its K additions rounds by up to 2^-24, and their errors add up as √K."""
+    """Return the relative difference of fp32 sums in different orders, over a block's longest row.
+
+    Each of the K additions rounds by up to 2^-24, and the errors add up as √K.
+    """
     return float((manifest.streams * manifest.hidden) ** 0.5 * 2**-24)
 
 
 def rounding_between(one: TraceManifest, other: TraceManifest) -> float:
-    """The same for two numerics: where only one of them rounds to a format, that format's half step."""
+    """Return the relative rounding difference between two numerics.
+
+    If only one of them rounds to a format, it is half a step of that format.
+    """
     if (one.simulate, one.rounded) != (other.simulate, other.rounded):
-        return 2**-4  # e4m3: three bits behind the first
+        return 2**-4  # half a step of e4m3, which has three mantissa bits
     if one.dtype != other.dtype:
         return HALF_STEPS["bfloat16"]
     return sum_rounding(one)

@@ -1,21 +1,21 @@
-"""Which differences rounding alone explains: those that are not far above what rounding makes of the stage.
+"""Judges which differences rounding alone explains: those not far above the measured rounding noise of the stage.
 
-No stage has a constant of its own: its noise is measured. The same model computes the same tokens once more, with the
-streams that go into each block, or each half of it, moved as far as fp32 sums lie apart that are taken in another order
-(feed.Jitter). How far this twin lies apart at a stage, together with one rounding of the stage's own format
-(compare.rounding_of), is its noise, of these rows:
+There are no constants per stage: noise is measured. The same model computes the same tokens again as a "twin", with the
+streams into each block, or into each half of it, perturbed by as much as fp32 sums in different orders differ
+(feed.Jitter). The noise of a stage is the twin's difference there, combined with one rounding of the stage's own format
+(compare.rounding_of). It is compared for these rows:
 
-- the median row, beside the twin's upper quartile, and the row that nine of ten are below, beside the one that 19 of 20
-  are below: a twin is one sample of many;
-- the worst row, beside the twin's worst row of that stage in any layer: a code of FP8 or FP4 that is rounded the other
-  way is rare, and one layer may have none.
+- The median row with the twin's upper quartile, and the 90th percentile with the twin's 95th: a twin is only one
+sample. - The worst row with the twin's worst row of that stage in any layer: an FP8 or FP4 code that rounds the other
+way is
+  rare, and a layer may have none.
 
-In whole forward passes differences go on from half to half, and so do those of the twin. A half that takes the same
-streams on both sides is judged as a fed one nevertheless.
+In whole forward passes, differences propagate from half to half, and so do the twin's. A half whose input streams are
+equal on both sides is judged like a fed half.
 
-What lies up to FACTOR times as far apart is explained: between two streams a row is rounded at about a dozen places,
-and their errors add up as √12 = 3.5. Of choices so many rows may be others, FACTOR for each that the twin has and for
-one more; how many are chosen does not hang on rounding.
+Differences up to FACTOR times the noise are explained: between two streams a row is rounded about 12 times, and the
+errors add up as √12 = 3.5. For choices, the number of rows that may differ is FACTOR times one more than the twin's.
+The number of choices in a row does not depend on rounding and must be equal.
 """
 
 from collections import defaultdict
@@ -36,20 +36,20 @@ from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 
 FACTOR = 4.0
-# of the rows of a stage, and of those of its twin
+# quantiles to compare: of the rows of a stage, and of the rows of its twin
 SHARES = ((0.5, 0.75), (0.9, 0.95))
-# of whole forward passes, and of halves of blocks that are fed
+# file names by `fed`: noise of whole forward passes, and of fed halves of blocks
 NOISE = {False: "noise.safetensors", True: "noise-fed.safetensors"}
 
 
 class Moved(NamedTuple):
-    """How far each row of a stage moves: fp32 [R], and whether all that was chosen before is the same: bool [R]."""
+    """The relative difference of each row, fp32 [R], and whether all earlier choices are the same, bool [R]."""
 
     rows: torch.Tensor
     alike: torch.Tensor
 
     def explained(self) -> torch.Tensor:
-        """Of rows whose choices are the same; of all where there is none."""
+        """Return the finite rows whose earlier choices are the same, or all finite rows if there are none."""
         rows = self.rows[self.alike & self.rows.isfinite()]
         return rows if len(rows) else self.rows[self.rows.isfinite()]
 
@@ -60,8 +60,12 @@ Noise = Mapping[tuple[int, str], Moved]
 
 @dataclass(frozen=True)
 class StageVerdict:
-    """A stage's difference beside its noise, the twin's relative L2. excess: how many times as far apart as is
-    explained; above 1 there is more than rounding."""
+    """A stage's difference compared with its noise.
+
+    Attributes:
+        noise: relative L2 of the twin.
+        excess: the difference divided by the largest one that rounding explains.
+    """
 
     difference: StageDifference
     noise: float
@@ -69,31 +73,31 @@ class StageVerdict:
 
     @property
     def beyond(self) -> bool:
-        """Whether more than rounding is there."""
+        """Whether rounding alone does not explain the difference."""
         return self.excess > 1
 
     @property
     def place(self) -> str:
-        """Where it is, in words."""
+        """Layer and stage in words."""
         return placed(self.difference.layer, self.difference.stage)
 
 
 def noise_of(found: Iterable[StageDifference]) -> Noise:
-    """What a comparison with the twin gives."""
+    """Return the noise from a comparison with the twin."""
     return {(one.layer, one.stage): Moved(one.rows, one.alike) for one in found}
 
 
 def save_noise(noise: Noise, folder: Path, *, fed: bool) -> None:
-    """Puts it into a recording's folder; fed: as of `differences`. Raises OSError."""
+    """Save the noise in a recording's folder. fed: as in `differences`. Raises OSError."""
     tensors: dict[str, torch.Tensor] = {}
     for (layer, stage), moved in noise.items():
-        # each tensor of a file has memory of its own
+        # safetensors requires that tensors share no memory
         tensors |= {f"{layer}/{stage}/{name}": rows.clone() for name, rows in moved._asdict().items()}
     write_file(folder / NOISE[fed], save(tensors), folder / f".{NOISE[fed]}")
 
 
 def load_noise(folder: Path, *, fed: bool) -> Noise | None:
-    """What a recording's folder has of it. Raises UsageError for a file that is damaged."""
+    """Load the noise from a recording's folder; None if there is none. Raises UsageError if the file is damaged."""
     path = folder / NOISE[fed]
     if not path.is_file():
         return None
@@ -108,7 +112,7 @@ def load_noise(folder: Path, *, fed: bool) -> Noise | None:
 
 
 def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerdict]:
-    """Each stage beside its noise; one whose noise is not known is left out."""
+    """Yield a verdict for each stage whose noise is known."""
     worst: dict[str, float] = defaultdict(float)
     for (_, stage), moved in noise.items():
         worst[stage] = max(worst[stage], _level(moved.explained(), 1.0))
@@ -117,7 +121,7 @@ def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerd
             moved = noise[one.layer, one.stage]
             twin, last = moved.explained(), noise.get((one.layer, STREAMS))
             if one.stage == LOGITS and last is not None:
-                # logits of a few tokens say little: they move as the streams that they follow from
+                # few tokens have logits, so add the noise of the streams that they are computed from
                 twin, worst[LOGITS] = torch.cat((twin, last.explained())), max(worst[LOGITS], worst[STREAMS])
             choices = BY_NAME[one.stage].choices
             excess = _of_choices(one, moved) if choices else _of_values(one, twin, worst[one.stage])
@@ -127,15 +131,15 @@ def judged(found: Iterable[StageDifference], noise: Noise) -> Iterator[StageVerd
 def judged_by_halves(
     found: Sequence[StageDifference], noise: Noise, halves: Noise | None = None
 ) -> Iterator[StageVerdict]:
-    """Judge whole forward passes, as sharply as fed ones where both sides still compute from equal streams.
+    """Judge whole forward passes; use the stricter noise of fed halves where both sides start from equal streams.
 
-    A half of a block that takes the same streams on both sides owes no difference to what comes before it. Rounding
-    explains there only what it makes of that half, not what it makes of all before.
+    If a half of a block has the same input streams on both sides, its difference comes from that half alone. Then
+    rounding in that half must explain it, not rounding in all earlier layers.
 
     Args:
         found: every stage, in order.
         noise: of whole forward passes.
-        halves: of fed halves of blocks, None where it is not known.
+        halves: of fed halves of blocks; None if unknown.
     """
     sharper = {} if halves is None else {_key(one): one for one in judged(found, halves)}
     is_equal = {(one.layer, one.stage): equal for one, equal in zip(found, _after_equal_streams(found), strict=True)}
@@ -149,7 +153,10 @@ def _key(verdict: StageVerdict) -> tuple[int, str]:
 
 
 def _after_equal_streams(found: Iterable[StageDifference]) -> Iterator[bool]:
-    """Yield for each stage whether the last streams before it are equal; those of a half's end belong to that half."""
+    """Yield for each stage whether the last streams before it are equal.
+
+    A half's output streams belong to that half.
+    """
     equal = False
     for one in found:
         yield equal
@@ -176,7 +183,7 @@ def _of_values(found: StageDifference, twin: torch.Tensor, worst: float) -> floa
 
 
 def _level(rows: torch.Tensor, share: float) -> float:
-    """What so many of the rows do not exceed; torch.quantile takes 16 million at most."""
+    """Return the quantile of the rows. torch.quantile accepts at most 16 million values."""
     if not len(rows):
         return 0.0
     return float(rows.kthvalue(max(1, int(share * len(rows)))).values)

@@ -1,4 +1,4 @@
-"""What a model computes, seen from outside: hooks around its blocks, no line in its own files, nothing when off."""
+"""Attaches an observer to a model by hooks; the model's own code does not change, and there is no cost without one."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +15,10 @@ from dsv4cli.engine.tracing.observer import Observer
 
 @contextmanager
 def observed(model: Transformer, observer: Observer) -> Iterator[None]:
-    """An observer sees everything that the model computes inside. There every rank holds all rows of the streams."""
+    """Show an observer everything that the model computes in the block.
+
+    Sharding of stream rows is off meanwhile, so that every rank has all rows.
+    """
 
     def begin(_: nn.Module, args: tuple[Batch, Sequence[LayerCache]]) -> None:
         observer.begin(args[0])

@@ -1,4 +1,4 @@
-"""A folder as a recording, whoever has written it."""
+"""Opens a folder as a recording, whether dsv4 or ATOM wrote it."""
 
 from pathlib import Path
 
@@ -8,18 +8,24 @@ from dsv4cli.engine.tracing.recording import RecordedFolder, Recording
 
 
 def is_recording(folder: Path) -> bool:
-    """Whether a folder holds a recording, not a model."""
+    """Return whether a folder is a recording, not a model."""
     return holds_tokens(folder) or any(folder.glob(GLOB))
 
 
 def holds_tokens(folder: Path) -> bool:
-    """Whether a recording says of which tokens it is, as ATOM's does not."""
+    """Return whether a recording contains its tokens. ATOM's dumps do not."""
     return (folder / FILE).is_file()
 
 
 def open_recording(folder: Path, like: TraceManifest | None = None) -> Recording:
-    """The recording in a folder. like: what it is of where the folder does not say, for it is ATOM's. Raises UsageError
-    for a folder without a whole one."""
+    """Open the recording in a folder.
+
+    Args:
+        like: manifest with the tokens of ATOM's dump, which does not contain them.
+
+    Raises:
+        UsageError: the folder has no complete recording.
+    """
     if like is None or holds_tokens(folder) or not any(folder.glob(GLOB)):
         return RecordedFolder(folder)
     return AtomFolder(folder, like)

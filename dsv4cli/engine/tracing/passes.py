@@ -1,4 +1,4 @@
-"""What is recorded of a model: one or more passes of the same texts, the same on every rank."""
+"""Plans what to record of a model: one or more passes over the same texts, the same on every rank."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,9 +17,14 @@ from dsv4cli.engine.tracing.short_sums import ShortSums
 
 @dataclass(frozen=True)
 class Pass:
-    """One recording. folder: where it goes. fed: the recording whose streams each half of a block is given, None for
-    the model's own. moved: how far these are moved, relative, None for not at all. short: of how many first tokens of
-    each text FP8 linears are moved as `ShortSums` does, () for none."""
+    """One recording.
+
+    Attributes:
+        folder: where to write it.
+        fed: the recording whose streams are fed to each half of a block; None for the model's own.
+        moved: relative size of the perturbation of these streams; None for none.
+        short: for each text, how many first tokens have their FP8 linears perturbed by `ShortSums`; () for none.
+    """
 
     folder: Path
     fed: Path | None = None
@@ -27,10 +32,14 @@ class Pass:
     short: tuple[int, ...] = ()
 
     def feed(self, manifest: TraceManifest) -> Feed | None:
-        """What the blocks are given; manifest: of the plan, whose earlier passes have none yet."""
+        """Return the feed of the blocks.
+
+        Args:
+            manifest: the plan's manifest, because earlier passes of the plan have none yet.
+        """
         jitter = None if self.moved is None else Jitter(self.moved)
         if self.fed is not None:
-            # that of an earlier pass is not finished
+            # the recording of an earlier pass is not finished
             finished = is_recording(self.fed)
             recording = open_recording(self.fed, manifest) if finished else RecordedFolder(self.fed, manifest)
             return RecordedStreams(recording, jitter, ShortSums(self.short) if self.short else None)
@@ -39,7 +48,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Plan:
-    """The passes, one after another, each of all texts of the manifest."""
+    """The passes, one after another, each over all texts of the manifest."""
 
     manifest: TraceManifest
     passes: tuple[Pass, ...]
@@ -47,12 +56,16 @@ class Plan:
     def observed(
         self, model: Transformer, rank: int = 0, slot: Callable[[], int | None] | None = None
     ) -> AbstractContextManager[None]:
-        """What a model, or its part in a rank, computes inside is recorded; slot: as of `Observer`."""
+        """Record what a model, or this rank's part of it, computes in the block. slot: as in `Observer`."""
         passes = [(Writer(one.folder, self.manifest, rank), one.feed(self.manifest)) for one in self.passes]
         return observed(model, Observer(self.manifest, passes, slot))
 
     def finish(self, manifest: TraceManifest) -> list[RecordedFolder]:
-        """The recordings, once every rank has written its part. manifest: with all tokens, now known."""
+        """Complete and return the recordings, after every rank has written its part.
+
+        Args:
+            manifest: with the sampled tokens.
+        """
         for one in self.passes:
             replace(manifest, fed=one.fed is not None).write(one.folder)
         return [RecordedFolder(one.folder) for one in self.passes]

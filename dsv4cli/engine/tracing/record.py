@@ -1,4 +1,4 @@
-"""From a model and texts to recordings, and to what rounding alone would make of one."""
+"""Records a model on texts, and measures how much rounding alone would change the recording."""
 
 import hashlib
 import os
@@ -27,9 +27,9 @@ from dsv4cli.engine.tracing.walk import Progress, Walk
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels import gemm
 
-# kinds of weights, and the formats whose inputs are never rounded
+# kinds of weights, and the weight formats whose inputs are not rounded
 KINDS, UNSCALED = ("linear", "experts"), ("bf16", "f32")
-# bytes of a tensor that the weights' identity takes in
+# bytes of each tensor that the hash of the weights includes
 HEAD = 4096
 
 
@@ -40,8 +40,11 @@ def manifest_of(
     layers: range | None = None,
     what: tuple[Group, ...] | None = None,
 ) -> TraceManifest:
-    """What a recording of these texts is of: all layers and stages if none are named. Raises UsageError for layers that
-    the model does not have."""
+    """Return the manifest for recording these texts: by default, all layers and stages.
+
+    Raises:
+        UsageError: the model does not have these layers.
+    """
     config, formats = source.identity.config, source.identity.formats
     count = config.num_hidden_layers
     if layers is not None and layers.stop > count:
@@ -66,14 +69,16 @@ def manifest_of(
 
 
 def sums_shortly(source: FolderSource | RandomSource, numerics: Numerics, device: torch.device) -> bool:
-    """Whether Triton's linears of many rows come from FP8 tensor cores with short sums."""
+    """Return whether Triton computes linears of many rows on FP8 tensor cores with short sums."""
     coded = STORAGE[source.identity.formats.linear].dtype == STORAGE["fp8"].dtype
     return numerics.simulate and numerics.dtype == torch.bfloat16 and coded and gemm.sums_shortly(device)
 
 
 def weights_of(identity: Identity) -> str | None:
-    """What identifies a checkpoint's weights: a hash of every header, and of how each tensor begins that is no routed
-    expert's."""
+    """Return an identifier of a checkpoint's weights.
+
+    It is a hash of all tensor headers, and of the first bytes of each tensor except those of routed experts.
+    """
     if not isinstance(identity, FolderIdentity):
         return None
     found = hashlib.sha256()
@@ -91,8 +96,8 @@ def weights_of(identity: Identity) -> str | None:
 def with_twins(folder: Path, manifest: TraceManifest) -> Plan:
     """Plan a recording and its twins.
 
-    The streams of one twin are rounded once more in front of each half of a block, and the difference goes on. The
-    other one is fed: see `with_fed_twin`. Without the streams in the recording there is nothing to feed.
+    One twin has its streams rounded once more before each half of a block, and differences propagate. The other one is
+    fed; see `with_fed_twin`. It requires the streams in the recording.
     """
     twin = Pass(twin_of(folder), moved=format_rounding(manifest))
     fed = with_fed_twin(folder, manifest, None, manifest).passes[1:] if "block" in manifest.what else ()
@@ -100,27 +105,33 @@ def with_twins(folder: Path, manifest: TraceManifest) -> Plan:
 
 
 def with_fed_twin(folder: Path, manifest: TraceManifest, fed: Path | None, other: TraceManifest) -> Plan:
-    """The same of halves of blocks, which are fed with the streams of the recording `fed`; None: with its own, and only
-    the twin is fed. other: of the side that it is compared with, which says how far the twin's are moved."""
+    """Plan a recording and a twin whose halves of blocks are fed with recorded, perturbed streams.
+
+    Args:
+        fed: the recording to feed both with; None to feed only the twin, with this recording.
+        other: manifest of the side to compare with. It determines the size of the perturbation.
+    """
     moved, short = rounding_between(manifest, other), short_sums_between(manifest, other)
     return Plan(manifest, (Pass(folder, fed), Pass(twin_of(folder), fed or folder, moved, short)))
 
 
 def has_noise_of(own: TraceManifest, one: TraceManifest, other: TraceManifest) -> bool:
-    """Return whether the fed twin of `own`, one of the two, was moved as far as rounding moves `one` beside `other`."""
+    """Return whether the fed twin of `own`, one of the two, was perturbed by the rounding between `one` and `other`."""
     return rounding_between(own, own) == rounding_between(one, other) and short_sums_between(
         own, own
     ) == short_sums_between(one, other)
 
 
 def twin_of(folder: Path) -> Path:
-    """Where a recording's twin is, until its noise is known."""
+    """Return the folder of a recording's twin, which exists until its noise is known."""
     return folder / ".twin"
 
 
 def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None) -> TraceManifest:
-    """Makes the recordings of a plan, with several ranks this one's part of them: what they are of, all tokens known.
-    progress: as of `Walk.through`. Raises what `Engine.step` raises; what was recorded then goes."""
+    """Make the recordings of a plan (with several ranks, this rank's part), and return the manifest with all tokens.
+
+    If it fails, what was recorded is removed. Raises what `Engine.step` raises. progress: as in `Walk.through`.
+    """
     texts, each = plan.manifest.texts, plan.manifest.rows("token", 0)
     for one in plan.passes:
         make_folder(one.folder)
@@ -129,7 +140,7 @@ def walked(walk: Walk, plan: Plan, progress: Progress = lambda done, total: None
             for number in range(len(plan.passes)):
                 texts = tuple(walk.through(texts, partial(_progress, progress, number * each, len(plan.passes) * each)))
     except BaseException:
-        # they were empty, and a half is of no use: the same command can be given again
+        # the folders were empty before; remove the partial recordings so that the same command works again
         for one in plan.passes:
             shutil.rmtree(one.folder, ignore_errors=True)
         raise
@@ -141,7 +152,7 @@ def _progress(progress: Progress, before: int, total: int, done: int, _: int) ->
 
 
 def keep_noise(recording: RecordedFolder, twin: RecordedFolder, *, fed: bool) -> Noise:
-    """Keeps of a recording's twin only how far it lies apart. Raises OSError."""
+    """Save how far a recording's twin differs from it, and delete the twin. Raises OSError."""
     noise = noise_of(differences(recording, twin, fed=fed))
     save_noise(noise, recording.folder, fed=fed)
     shutil.rmtree(twin.folder)

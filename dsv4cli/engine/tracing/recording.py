@@ -1,7 +1,7 @@
-"""Recordings on a disk: a safetensors file for each layer and rank, row by row as steps come, and read again.
+"""Recordings on disk: a safetensors file per layer and rank, written row by row during the steps.
 
-Row r of a tensor is token r of all texts one behind the other, or entry r, or row r of the logits. A file is made when
-the first step has gone through its layer, with room for all rows: no more than what one layer gives is ever in memory.
+Row r of a tensor is token r of the concatenated texts, or entry r, or row r of the logits. A file is created with space
+for all rows when the first step has completed its layer. So only one layer's output is in memory at a time.
 """
 
 import json
@@ -24,18 +24,18 @@ DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", to
 
 
 def file_of(folder: Path, layer: int, rank: int) -> Path:
-    """Where a rank's part of a layer lies."""
+    """Return the file of a rank's part of a layer."""
     return folder / f"layer-{layer:03}-rank-{rank}.safetensors"
 
 
 def make_folder(folder: Path) -> None:
-    """An empty folder for a recording. Raises UsageError where there is something."""
+    """Create an empty folder for a recording. Raises UsageError if it is not empty."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty", "name another folder, or remove what is there")
+            raise UsageError(f"{folder} is not empty", "name another folder, or delete its contents")
     except OSError as error:
-        raise UsageError(f"{folder} cannot be made: {error.strerror}", "name another folder") from None
+        raise UsageError(f"cannot create {folder}: {error.strerror}", "name another folder") from None
 
 
 class Writer:
@@ -44,20 +44,20 @@ class Writer:
     def __init__(self, folder: Path, manifest: TraceManifest, rank: int = 0) -> None:
         self.folder, self.manifest, self.rank = folder, manifest, rank
         self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-        self._places: dict[int, dict[str, tuple[int, int]]] = {}  # of each layer's tensors: offset, bytes of a row
+        self._places: dict[int, dict[str, tuple[int, int]]] = {}  # layer -> tensor -> offset, bytes per row
 
     def wants(self, layer: int, stage: str) -> bool:
-        """Whether a stage of a layer is recorded, here."""
+        """Return whether this rank records a stage of a layer."""
         one, (first, end) = BY_NAME[stage], self.manifest.layers
         inside = first <= layer < end or (layer == end and stage in ("streams", "logits"))
         return inside and one.group in self.manifest.what and (one.split or not self.rank)
 
     def take(self, layer: int, stage: str, first: int, rows: torch.Tensor) -> None:
-        """Rows from `first` on of a stage of a layer; a copy is kept until the layer ends."""
+        """Copy rows of a stage, starting at row `first`. They are kept until the layer ends."""
         self._waiting[stage].append((first, _on_host(rows.detach())))
 
     def end_layer(self, layer: int) -> None:
-        """Writes what was taken. Raises OSError."""
+        """Write the layer's rows to disk. Raises OSError."""
         waiting, self._waiting = self._waiting, defaultdict(list)
         if not waiting:
             return
@@ -78,13 +78,20 @@ class Writer:
 
 
 def _on_host(rows: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, contiguous; from a GPU into memory that it writes to by itself, which is used again."""
+    """Return a contiguous copy in host memory; pinned if it comes from a GPU, and reused by PyTorch's allocator."""
     host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda, device="cpu")
     return host.copy_(rows)
 
 
 def _make_file(path: Path, tensors: dict[str, tuple[int, torch.Tensor]]) -> dict[str, tuple[int, int]]:
-    """A file with room for tensors of so many rows like those of an example; where each begins, and bytes of a row."""
+    """Create a file with space for all rows of the tensors.
+
+    Args:
+        tensors: number of rows and an example of each.
+
+    Returns:
+        Offset of each tensor in the file, and bytes of one row.
+    """
     header, places, end = {}, {}, 0
     for name in in_order(list(tensors)):
         rows, example = tensors[name]
@@ -105,44 +112,47 @@ def _make_file(path: Path, tensors: dict[str, tuple[int, torch.Tensor]]) -> dict
 
 
 class Recording(Protocol):
-    """What was recorded of a forward pass, wherever it lies."""
+    """The recorded stages of a forward pass, in any storage."""
 
     name: str
     manifest: TraceManifest
 
     def layers(self) -> list[int]:
-        """The layers that it has stages of."""
+        """Return the layers that have stages."""
 
     def stages(self, layer: int) -> list[str]:
-        """The stages of a layer, in order."""
+        """Return the stages of a layer, in order."""
 
     def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
-        """Rows of a stage, on the CPU."""
+        """Return rows of a stage, on the CPU."""
 
 
 class RecordedFolder:
-    """A recording of `dsv4 trace record`, the parts of its ranks joined."""
+    """A recording of `dsv4 trace record`, with the parts of its ranks joined."""
 
     def __init__(self, folder: Path, manifest: TraceManifest | None = None) -> None:
-        """manifest: of a recording that is not finished. Raises UsageError for a folder without a whole one."""
+        """Open a recording. manifest: for one that is not finished.
+
+        Raises UsageError if it is missing or incomplete.
+        """
         if manifest is None:
             manifest = read_manifest(folder)
             check_files(folder)
         self.name, self.folder, self.manifest = str(folder), folder, manifest
 
     def layers(self) -> list[int]:
-        """The layers that it has stages of."""
+        """Return the layers that have stages."""
         first, end = self.manifest.layers
         return [layer for layer in range(first, end + 1) if file_of(self.folder, layer, 0).exists()]
 
     def stages(self, layer: int) -> list[str]:
-        """The stages of a layer, in order."""
+        """Return the stages of a layer, in order."""
         with suppress(FileNotFoundError), self._open(layer, 0) as file:
             return in_order([name for name in file.keys() if name in BY_NAME])  # noqa: SIM118 - no dict
         return []
 
     def rows(self, layer: int, stage: str, first: int, end: int) -> torch.Tensor:
-        """Rows of a stage, on the CPU."""
+        """Return rows of a stage, on the CPU."""
         ranks = self.manifest.ranks if BY_NAME[stage].split else 1
         parts = []
         for rank in range(ranks):
@@ -159,7 +169,7 @@ class RecordedFolder:
 
 
 def common(one: Recording, other: Recording) -> list[tuple[int, str]]:
-    """The layers and stages that two recordings have, in order, as far as they compare."""
+    """Return the layers and stages that both recordings have and that are comparable, in order."""
     same = one.manifest.simulate == other.manifest.simulate
     places = []
     for layer in sorted({*one.layers()} & {*other.layers()}):

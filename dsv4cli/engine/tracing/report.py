@@ -1,4 +1,4 @@
-"""What a comparison has found: the first stage beyond rounding, and everything as JSON has it; no tensors."""
+"""The result of a comparison: the first stage beyond rounding, and everything as JSON. No tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dsv4cli.errors import UsageError
 
 @dataclass(frozen=True)
 class TraceComparison:
-    """Two recordings beside each other: every stage that both have, in the order of computing."""
+    """A comparison of two recordings: every stage that both have, in order of computation."""
 
     one: Recording
     other: Recording
@@ -23,26 +23,26 @@ class TraceComparison:
 
     @property
     def beyond(self) -> list[StageVerdict]:
-        """The stages that lie further apart than rounding explains."""
+        """The stages that differ by more than rounding explains."""
         return [verdict for verdict in self.verdicts if verdict.beyond]
 
     @property
     def first(self) -> StageVerdict | None:
-        """The first of them: where to look."""
+        """The first stage beyond rounding, where debugging should start; None if there is none."""
         return next(iter(self.beyond), None)
 
     @property
     def identical(self) -> bool:
-        """Whether no value and no choice differs."""
+        """Whether all values and choices are equal."""
         return not any(bool(verdict.difference.rows.any()) for verdict in self.verdicts)
 
     @property
     def drafters(self) -> bool:
-        """Whether one of the models has a drafter, which is not compared."""
+        """Whether a model has a drafter, which is not compared."""
         return self.one.manifest.drafter or self.other.manifest.drafter
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it; null for numbers that are not finite."""
+        """Return a JSON object, with null for numbers that are not finite."""
         first = self.first
         return {
             "one": self.one.name,
@@ -61,9 +61,9 @@ def compared(
     Args:
         one: the reference.
         other: a recording of the same tokens.
-        noise: what rounding makes of the stages.
+        noise: rounding noise of the stages.
         fed: whether each half of a block of `other` was fed with the streams of `one`, as in `noise`.
-        halves: the noise of fed halves for recordings that are not fed, as of `judged_by_halves`.
+        halves: noise of fed halves, for recordings that are not fed; see `judged_by_halves`.
 
     Raises:
         UsageError: the shapes or tokens differ, or there is no common stage.
@@ -77,7 +77,7 @@ def compared(
         )
     found = [*differences(one, other, fed=fed)]
     if fed and one.manifest.layers[0]:
-        # what layers give that nobody recorded, and that were not fed, is no half of a block
+        # the first layer's input comes from layers that were neither recorded nor fed
         found = [each for each in found if (each.layer, each.stage) != (one.manifest.layers[0], STREAMS)]
     return TraceComparison(one, other, list(judged_by_halves(found, noise, halves)))
 

@@ -1,4 +1,4 @@
-"""Sums of FP8 tensor cores: which tokens' linears they may be in, and how far they move what these give."""
+"""Short sums of FP8 tensor cores: which tokens' linears may have them, and how much they change the results."""
 
 from collections.abc import Callable
 
@@ -12,19 +12,19 @@ from dsv4cli.kernels.experts.ref import gated
 from dsv4cli.kernels.gemm import SHORT_SUM
 from dsv4cli.kernels.rows import ROWS_ALIKE
 
-# rows that are moved at once: queries of all heads are long
+# rows to perturb at once, to limit memory: queries of all heads are long rows
 AT_ONCE = 256
 
 
 class ShortSums:
-    """Moves what FP8 linears give for the first tokens of each text, `tokens` of them, as short sums do."""
+    """Perturbs the outputs of FP8 linears as short sums would, for the first `tokens` tokens of each text."""
 
     def __init__(self, tokens: tuple[int, ...]) -> None:
-        # numbers of its own: the streams are moved as they are without it
+        # a separate seed, so that the perturbation of the streams does not depend on it
         self.tokens, self.jitter = tokens, Jitter(SHORT_SUM, seed=1)
 
     def __call__(self, own: torch.Tensor, watched: Watched) -> torch.Tensor:
-        """own [T, N] with the rows of these tokens moved."""
+        """Return own [T, N] with the rows of these tokens perturbed."""
         count = min(self.tokens[watched.text] - watched.position, watched.count)
         if count <= 0:
             return own
@@ -35,13 +35,13 @@ class ShortSums:
 
 
 def short_sums_between(one: TraceManifest, other: TraceManifest) -> tuple[int, ...]:
-    """How many first tokens of each text one of the two sums up shortly in FP8 linears; () for none."""
+    """Return for each text how many first tokens have short sums in FP8 linears on either side; () if none have."""
     counts = tuple(max(_short(text, side.short_sums) for side in (one, other)) for text in one.texts)
     return counts if any(counts) else ()
 
 
 def _short(text: Text, chunk: int) -> int:
-    """Of a prompt whose steps have up to `chunk` tokens those in steps of more than ROWS_ALIKE."""
+    """Return how many prompt tokens are in steps of more than ROWS_ALIKE tokens, with steps of up to `chunk` tokens."""
     if chunk <= ROWS_ALIKE:
         return 0
     rest = text.prompt % chunk
@@ -51,8 +51,10 @@ def _short(text: Text, chunk: int) -> int:
 def with_moved_shared_expert(
     ffn: MoE, x: torch.Tensor, output: torch.Tensor, summed: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
-    """What the experts give [T, D] for x [T, D] if `summed` moves the sums in front of the shared one's w2, whose input
-    is rounded to FP8."""
+    """Return the experts' output [T, D] for x [T, D], with `summed` applied before the shared expert's w2.
+
+    The input of w2 is rounded to FP8, so short sums change it.
+    """
     shared = ffn.shared_experts
     gate, up = shared.w1(x), shared.w3(x)
     own = shared.w2(gated(gate, up, ffn.limit).to(x.dtype)).float()

@@ -1,4 +1,4 @@
-"""The stages of a forward pass that a recording holds, in the order in which they are computed; no torch."""
+"""The stages of a forward pass that a recording contains, in order of computation. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,19 +8,23 @@ from dsv4cli.errors import UsageError
 
 Group = Literal["block", "attn", "index", "router", "ffn", "logits"]
 GROUPS: tuple[Group, ...] = ("block", "attn", "index", "router", "ffn", "logits")
-# between two blocks; of the layer behind the last one, what the last block gives
+# STREAMS: a layer's input; for the index after the last layer, the last block's output
 STREAMS, AFTER_ATTENTION, LOGITS = "streams", "ffn.streams", "logits"
 
 
 @dataclass(frozen=True)
 class TraceStage:
-    """One point of a block where numbers are looked at.
+    """A point in a block whose values are recorded.
 
-    words: what it is, for people. group: what --what chooses it by. per: what a row is: a token, a compressed entry, or
-    a token whose logits are computed. choices: whether a row is a set of numbers that were chosen, else values. split:
-    whether ranks hold a part of its heads each, dimension 1. basis: whether official rounding changes the basis of its
-    values (the indexer's Hadamard rotation), so that they compare only with others that round so. direct: whether it
-    follows from the streams without a rounding to the activations' format.
+    Attributes:
+        words: description, for people.
+        group: the name that selects it in --what.
+        per: what a row is: a token, a compressed entry, or a token with logits.
+        choices: a row is a set of chosen numbers instead of values.
+        split: each rank has a part of the heads, dimension 1.
+        basis: official rounding changes the basis of its values (the indexer's Hadamard rotation), so they are only
+            comparable with others that are rounded this way.
+        direct: it is computed from the streams without rounding to the dtype of activations.
     """
 
     name: str
@@ -62,18 +66,18 @@ ORDER = {stage.name: number for number, stage in enumerate(STAGES)}
 
 
 def parse_groups(text: str | None) -> tuple[Group, ...]:
-    """The groups that `block,attn` names, all for None. Raises UsageError for others."""
+    """Parse group names such as "block,attn"; None means all groups. Raises UsageError for unknown names."""
     if text is None:
         return GROUPS
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in GROUPS:
-            raise UsageError(f"--what {name!r} is no group of stages", f"choose from {','.join(GROUPS)}")
+            raise UsageError(f"--what {name!r} is not a group of stages", f"choose from {','.join(GROUPS)}")
     return tuple(group for group in GROUPS if group in names)
 
 
 def placed(layer: int, stage: str) -> str:
-    """Where a stage of a layer is, in words. The streams that a layer takes are what the one before it gives."""
+    """Describe a stage of a layer in words. A layer's input streams are named as the previous layer's output."""
     if stage == LOGITS:
         return BY_NAME[LOGITS].words
     if stage == STREAMS:
@@ -82,5 +86,5 @@ def placed(layer: int, stage: str) -> str:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Stages of a layer as they are computed."""
+    """Sort stages of a layer in order of computation."""
     return sorted(names, key=ORDER.__getitem__)

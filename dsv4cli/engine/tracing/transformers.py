@@ -1,4 +1,4 @@
-"""Records what transformers' DeepseekV4ForCausalLM computes, by hooks on its modules; transformers is not imported."""
+"""Records what transformers' DeepseekV4ForCausalLM computes, by hooks on its modules. Does not import transformers."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.recording import Writer, make_folder
 from dsv4cli.engine.tracing.stages import AFTER_ATTENTION, BY_NAME, LOGITS, STREAMS
 
-# what a module was called with, what it gave, and the model's configuration, to the rows of a stage
+# (arguments of a module, its result, the model's configuration) -> rows of a stage
 Read = Callable[[Sequence[Any], Any, Any], torch.Tensor]
 
 
 class Seen(NamedTuple):
-    """Where a stage of a layer is seen: a module of the layer, and what of its call the stage is."""
+    """How to observe a stage of a layer: the module to hook, and how to extract the stage from its call."""
 
     stage: str
     module: str
@@ -26,19 +26,19 @@ class Seen(NamedTuple):
 
 
 def _ordered(indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values of experts in the order of their numbers."""
+    """Sort experts' values by expert number."""
     return values.gather(-1, indices.argsort(-1))
 
 
 def _entries(chosen: torch.Tensor) -> torch.Tensor:
-    """Chosen entries [1, T, k], ascending, -1 last."""
+    """Return chosen entries [1, T, k] in ascending order, -1 last."""
     none = torch.iinfo(chosen.dtype).max
     found = chosen.masked_fill(chosen < 0, none).sort(-1).values
     return found.masked_fill(found == none, -1)[0]
 
 
-# the one table between transformers' modules and our stages, in the order of computing. Queries and keys of attention
-# are rotated by functions, which no hook sees
+# transformers' module -> our stage, in order of computation. Queries and keys of attention are missing: functions
+# rotate them, which hooks cannot see
 TABLE = (
     Seen("hc_attn.post", "attn_hc", lambda _, given, __: given[0][0]),
     Seen("hc_attn.comb", "attn_hc", lambda _, given, __: given[1][0]),
@@ -67,11 +67,16 @@ TABLE = (
 
 @contextmanager
 def recorded_transformers(model: Any, ids: Sequence[int], folder: Path, prompt: int | None = None) -> Iterator[None]:
-    """Everything that `model(input_ids=...)` computes inside is recorded, as of one text of these ids, whose calls come
-    in their order, with or without a cache: transformers 5.17 and later.
+    """Record everything that `model(input_ids=...)` computes in the block, as one text.
 
-    prompt: how many ids are the prompt, all by default; logits are recorded of its last token and of those behind it.
-    Raises UsageError where the folder holds something.
+    Calls must pass these ids in order, with or without a KV cache. Requires transformers 5.17 or later.
+
+    Args:
+        ids: all token ids of the text.
+        prompt: how many ids are the prompt; all by default. Logits are recorded of its last token and later tokens.
+
+    Raises:
+        UsageError: the folder is not empty.
     """
     config = model.config
     text = Text(tuple(ids), len(ids) if prompt is None else prompt)
@@ -100,14 +105,14 @@ def recorded_transformers(model: Any, ids: Sequence[int], folder: Path, prompt: 
 
 
 class _Recorder:
-    """Counts the tokens that have gone through, and gives rows to a writer."""
+    """Counts the tokens that have gone through the model, and passes rows to a writer."""
 
     def __init__(self, model: Any, manifest: TraceManifest, writer: Writer) -> None:
         self.model, self.manifest, self.writer = model, manifest, writer
         self.first = self.tokens = 0
 
     def hooks(self) -> Iterator[Any]:
-        """On the modules of every layer, the hyper-head and the head."""
+        """Hook the modules of every layer, the hyper-head and the LM head."""
         for layer, block in enumerate(self.model.model.layers):
             yield block.register_forward_pre_hook(lambda _, args, layer=layer: self._streams(layer, args[0][0]))
             for seen in TABLE:
@@ -141,11 +146,11 @@ class _Recorder:
         if stage == "indexer.chosen":
             width = min(self.model.config.index_topk, len(self.manifest.texts[0].ids) // self.manifest.ratios[layer])
             rows = F.pad(rows, (0, width - rows.shape[-1]), value=-1)
-        # of entries all are there each time
+        # each call has all entries so far
         self.writer.take(layer, stage, 0 if one.per == "entry" else self.first, rows.int() if one.choices else rows)
 
     def _end(self, layer: int, logits: torch.Tensor) -> None:
-        """logits of all tokens of the call, or of the last ones."""
+        """Record the logits of a call: of all its tokens, or of the last ones."""
         end = self.first + self.tokens
         last = self.manifest.texts[0].prompt - 1
         rows = logits[max(0, last - (end - len(logits))) :]

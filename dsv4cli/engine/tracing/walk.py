@@ -1,4 +1,4 @@
-"""Sends the texts of a recording through a model: the engine's own steps, token by token as they are given."""
+"""Runs the texts of a recording through a model in the engine's own steps, with forced tokens."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,41 +13,46 @@ from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.tracing.manifest import Text
 
-# called with how many are done, and of how many
+# called with the tokens done and the total
 Progress = Callable[[int, int], None]
 
 
 class ForcedTokens:
-    """A constraint that gives a request the tokens of a text, whichever it would draw."""
+    """A constraint that forces the tokens of a text, whatever the model would sample."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self._left = list(reversed(tokens))
 
     def forced(self) -> int | None:
-        """The next one; behind the last what is drawn, which goes through no model."""
+        """Return the next token. After the last one, return None: the sampled token never enters the model."""
         return self._left[-1] if self._left else None
 
     def banned(self) -> Sequence[int]:
-        """None."""
+        """Return no tokens."""
         return ()
 
     def masks(self, drafts: Sequence[int]) -> tuple[()]:
-        """None."""
+        """Return no masks."""
         return ()
 
     def instead(self, token: int) -> int | None:
-        """Nothing."""
+        """Return None: keep the sampled token."""
         return None
 
     def push(self, token: int) -> None:
-        """It has come."""
+        """Remove the token that was sampled."""
         if self._left:
             self._left.pop()
 
 
 @dataclass(frozen=True)
 class Company:
-    """Who shares the cache with a text: before, whose slot it gets; beside, who are in its steps."""
+    """Other texts that share the cache with a text.
+
+    Attributes:
+        before: run first; the text reuses their slot.
+        beside: run in the same steps.
+    """
 
     before: Sequence[Text] = ()
     beside: Sequence[Text] = ()
@@ -55,8 +60,15 @@ class Company:
 
 @dataclass
 class Walk:
-    """How texts go through a model. chunk: tokens of a prompt in a step. drafting: how many drafts a step verifies;
-    which rows are computed together then changes, and no token. followers: the other ranks."""
+    """How to run texts through a model.
+
+    Attributes:
+        chunk: prompt tokens in a step.
+        drafting: draft tokens that a step verifies. They change which rows are computed together, but no token.
+        followers: the other ranks.
+        company: other texts that share the cache.
+        watched: the request of the current text.
+    """
 
     model: Transformer
     device: torch.device
@@ -67,13 +79,18 @@ class Walk:
     watched: Request | None = None
 
     def slot(self) -> int | None:
-        """The slot of the text that goes through now, for an observer."""
+        """Return the cache slot of the current text, for an observer."""
         sequence = None if self.watched is None else self.watched.sequence
         return None if sequence is None else sequence.slot
 
     def through(self, texts: Sequence[Text], progress: Progress = lambda done, total: None) -> list[Text]:
-        """Each text, one after another, in steps that no graph holds; gives them with the tokens that were drawn.
-        progress: tokens done and in all. Raises what `Engine.step` raises."""
+        """Run the texts one after another, without CUDA graphs, and return them with the sampled tokens.
+
+        Args:
+            progress: called with the tokens done and the total.
+
+        Raises what `Engine.step` raises.
+        """
         slots, gone, done, total = 1 + len(self.company.beside), list[Text](), 0, sum(len(text.ids) for text in texts)
         with Engine(self.model, Capacity(slots), self.device, self.followers, self.drafting) as engine:
             for text in texts:

@@ -204,17 +204,17 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--ids", "5", "--prompt", "Hi", "--out", "A"), "--prompt and --ids cannot be combined"),
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
         (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, the model's vocabulary"),
-        (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is no group of stages"),
+        (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is not a group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
         (("record", NET, "--ids", "5", "--steps", "1099999", "--out", "A"), "the text has 1,100,000 tokens"),
         (("record", NET, "--ids", "5,99999", "--out", "A"), "the text has the token id 99999"),
-        (("record", NET, "--like", "none", "--out", "A"), "none holds no whole recording"),
+        (("record", NET, "--like", "none", "--out", "A"), "none has no complete recording"),
         (("record", NET, "--like", "other", "--ids", "5", "--out", "A"), "--ids and --like cannot be combined"),
         (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
-        (("compare", "none", "none"), "none holds no whole recording"),
+        (("compare", "none", "none"), "none has no complete recording"),
         (("bisect", NET), "nothing says what is different on the other side"),
         (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots goes alone"),
-        (("bisect", NET, "--against", "random:tiny,layers=2"), "are models of other shapes: 3 layers of"),
+        (("bisect", NET, "--against", "random:tiny,layers=2"), "have different shapes: 3 layers of"),
         (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif does not end with"),
         (("bisect", NET, "--prefill-chunk", "1", "--keep", "full"), "full is not empty"),
     ],
@@ -244,10 +244,10 @@ def test_what_does_not_compare(program, recorded, tmp_path):
     shutil.copytree(folder, half)
     (half / "manifest.json").unlink()
     done = program("trace", "compare", str(folder), str(half))
-    assert (done.code, f"{half} holds no whole recording" in done.err) == (2, True)
+    assert (done.code, f"{half} has no complete recording" in done.err) == (2, True)
     program("trace", "record", "random:tiny,layers=2", "--ids", IDS, "--steps", "0", "--no-noise", "--out", str(shape))
     done = program("trace", "compare", str(folder), str(shape))
-    assert (done.code, "are models of other shapes: 3 layers of" in done.err) == (2, True)
+    assert (done.code, "have different shapes: 3 layers of" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -270,6 +270,6 @@ def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):
     other = str(tmp_path / "B")
     program("trace", "record", NET, "--ids", "5,6", "--steps", "0", "--no-noise", "--out", other)
     done = program("trace", "compare", str(folder), other)
-    assert (done.code, "are not of the same text 0: " in done.err) == (2, True)
+    assert (done.code, "differ in text 0: " in done.err) == (2, True)
     done = program("trace", "compare", other, other)
     assert (done.code, "knows what rounding explains" in done.err) == (2, True)

@@ -240,5 +240,5 @@ def test_the_same_jitter_moves_alike():
 
 
 def test_rows_of_other_widths_do_not_compare():
-    with pytest.raises(UsageError, match=r"layer 0, attention.*: a row of .* has 4 values, of .* 2"):
+    with pytest.raises(UsageError, match=r"layer 0, attention.*: a row has 4 values in .* and 2 in .*"):
         list(differences(InMemory(torch.ones(20, 4), "attn.o"), InMemory(torch.ones(20, 2), "attn.o"), fed=False))

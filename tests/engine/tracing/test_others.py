@@ -113,7 +113,7 @@ class Harmful:
 def test_files_that_hold_something_else(content, recording, tmp_path, capsys):
     (tmp_path / "atom").mkdir()
     torch.save(content, tmp_path / "atom" / "layer02_Block_rank0.pt")
-    with pytest.raises(UsageError, match="holds no rows of 4 x 256"):
+    with pytest.raises(UsageError, match="has no rows of shape 4 x 256"):
         AtomFolder(tmp_path / "atom", recording.manifest).rows(3, STREAMS, 0, 1)
     assert capsys.readouterr().out == ""
 
@@ -121,7 +121,7 @@ def test_files_that_hold_something_else(content, recording, tmp_path, capsys):
 def test_files_of_other_tokens(recording, tmp_path):
     dump(tmp_path / "atom", recording, 2, warm_up=False)
     (tmp_path / "atom" / "layer02_Block_rank0_call000.pt").unlink()
-    with pytest.raises(UsageError, match="6 rows, and the text has 11 tokens"):
+    with pytest.raises(UsageError, match="6 rows, but the text has 11 tokens"):
         open_recording(tmp_path / "atom", recording.manifest).rows(3, STREAMS, 0, 1)
     (tmp_path / "none").mkdir()
     with pytest.raises(UsageError, match="no file of a known class"):

@@ -204,7 +204,7 @@ def test_no_more_than_one_layer_is_held(whole, tmp_path, monkeypatch):
 
 def test_an_unfinished_recording_is_refused(tmp_path):
     walked(Walk(small_model.model(), tracing.CPU), Plan(manifest_of(TEXTS), (Pass(tmp_path / "one"),)))
-    with pytest.raises(UsageError, match="holds no whole recording"):
+    with pytest.raises(UsageError, match="has no complete recording"):
         RecordedFolder(tmp_path / "one")
 
 
@@ -238,7 +238,7 @@ def test_a_manifest_comes_back(whole):
 )
 def test_another_manifest_is_refused(content, tmp_path):
     (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(UsageError, match="not of this version"):
+    with pytest.raises(UsageError, match="not written by this version"):
         read_manifest(tmp_path)
 
 
@@ -247,8 +247,8 @@ def test_another_manifest_is_refused(content, tmp_path):
     [
         ([Text((1, 2, 3), 2), Text((1,), 1)], "1 texts, B 2"),
         ([Text((1, 9, 3), 2)], "token 2 and 9 at position 1"),
-        ([Text((1, 2), 2)], "3 and 2 tokens, 2 and 2 of them the prompt"),
-        ([Text((1, 2, 3), 3)], "3 and 3 tokens, 2 and 3 of them the prompt"),
+        ([Text((1, 2), 2)], "3 and 2 tokens, with 2 and 2 prompt tokens"),
+        ([Text((1, 2, 3), 3)], "3 and 3 tokens, with 2 and 3 prompt tokens"),
     ],
 )
 def test_other_tokens_are_refused(other, complaint):
@@ -258,5 +258,5 @@ def test_other_tokens_are_refused(other, complaint):
 
 def test_groups():
     assert parse_groups("ffn, block") == ("block", "ffn")
-    with pytest.raises(UsageError, match="'blocks' is no group"):
+    with pytest.raises(UsageError, match="'blocks' is not a group"):
         parse_groups("blocks")
