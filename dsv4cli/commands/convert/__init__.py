@@ -37,6 +37,7 @@ from dsv4cli.output import Output, counted, duration_text, size_text
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
     from dsv4cli.engine.conversion.manifest import Manifest
+    from dsv4cli.engine.conversion.options import ConversionOptions
     from dsv4cli.engine.conversion.verify import Verification
     from dsv4cli.engine.conversion.write import FileDone
 
@@ -93,31 +94,39 @@ def convert(
     out = Output(context.obj.colours, as_json, quiet)
     if finish is not None or look is not None:
         given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
-        join(out, finish, look, ComparisonOptions(against, check, workers), given)
-        return
+        return join(out, finish, look, ComparisonOptions(against, check, workers), given)
+    source, output = _required(source, output, to, against)
+    from dsv4cli.engine.conversion.options import ConversionOptions
+
+    options = ConversionOptions(
+        to=to or "official", ranks=ranks, layers=layers, drafter=not no_mtp, experts=experts, attention=attention,
+        max_shard_size=max_shard_size, shard=shard, workers=workers, device=device)  # fmt: skip
+    return _begin(out, source, output, options, check, dry_run=dry_run)
+
+
+def _required(source: str | None, output: Path | None, to: str | None, against: str | None) -> tuple[str, Path]:
     if against is not None:
         raise UsageError("--against belongs to --finish and --check", "a conversion is compared with its SRC")
     if source is None or output is None or (to is None and not source.startswith("random:")):
         raise UsageError("convert needs SRC, DST and --to", "as in `dsv4 convert flash OUT --to bf16`")
-    choices = (to or "official", ranks, layers, not no_mtp, experts, attention, max_shard_size, shard, workers, device)
-    _begin(out, source, output, choices, check, dry_run=dry_run)
+    return source, output
 
 
 def _begin(
     out: Output,
     source: str,
     output: Path,
-    typed: tuple[Any, ...],
+    options: "ConversionOptions",
     check: Literal["sample", "full", "off"],
     *,
     dry_run: bool,
 ) -> None:
-    """A conversion: what is done already, what would be done, or the doing; typed: the fields of Choices."""
+    """Convert, unless the conversion is finished already or this is a dry run; both are reported."""
     from dsv4cli.engine.conversion.convert import finished
-    from dsv4cli.engine.conversion.options import ConversionOptions, prepare
+    from dsv4cli.engine.conversion.options import prepare
 
     note_hidden_folder(out, source)
-    conversion, threads, device = prepare(source, output, ConversionOptions(*typed))
+    conversion, threads, device = prepare(source, output, options)
     done = finished(conversion)
     if done is not None:
         _done(out, conversion, done, source, threads, "off" if dry_run else check)
