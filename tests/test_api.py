@@ -14,6 +14,7 @@ from dsv4cli import Model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.errors import ModelNotFound, NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.golden_data import remember_weights
+from tests.support.slow import slow
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "python.md"
 HI = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -159,7 +160,7 @@ def in_threads(*calls):
     return found
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("parallel", [2, *slow(1)])
 def test_each_of_several_threads_gets_what_it_gets_alone(parallel, steps):
     with Model(TINY, device="cpu", parallel=parallel) as model:
         chats = [lambda seed=seed: model.chat(HI, seed=seed, max_tokens=5)["content"] for seed in range(3)]

@@ -12,6 +12,7 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.drafts.drafters import Drafts, usual_drafts
 from dsv4cli.engine.weights.load import load_model
+from tests.support.slow import slow
 from tools.nano import acceptance, pool, train_drafter
 from tools.nano.acceptance import drafts_along
 from tools.nano.drafter import DrafterTwin
@@ -58,6 +59,7 @@ def trunk() -> dict[str, torch.Tensor]:
     return working_weights(given, table_of("nano"), Rounding(False, True), torch.float32)
 
 
+@pytest.mark.parametrize("name", ["nano-0731", *slow("nano")], indirect=True)
 @pytest.mark.parametrize(
     "simulate", [pytest.param(False, id="plain", marks=pytest.mark.slow), pytest.param(True, id="rounded")]
 )

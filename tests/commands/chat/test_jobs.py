@@ -12,6 +12,7 @@ import pytest
 from dsv4cli.commands.terminal import keys_wait, terminal_as_it_was
 from dsv4cli.engine.weights import load as loading
 from tests.support.program import SMALL
+from tests.support.slow import slow
 from tests.support.terminals import Terminal, says, speaking
 from tests.support.waiting import comes
 
@@ -133,7 +134,7 @@ def test_what_is_typed_while_loading_waits_for_the_prompt(terminal):
     assert ended(one) == (0, True)
 
 
-@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}], ids=["editor", "plain"])
+@pytest.mark.parametrize("environment", [{}, *slow({"TERM": "dumb"})], ids=["editor", "plain"])
 def test_ctrl_d_that_is_typed_in_an_answer_leaves_after_it(terminal, environment):
     one = terminal(answer="word " * 12, pause=0.01, **environment)
     one.until("Ctrl-D quits\n", ">")

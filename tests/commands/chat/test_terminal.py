@@ -17,6 +17,7 @@ from dsv4cli.commands.chat import turn
 from dsv4cli.commands.chat.editor import SlashCompleter
 from dsv4cli.commands.chat.model import Models
 from tests.support.program import SMALL
+from tests.support.slow import slow_rows
 from tests.support.terminals import Terminal, says, speaking
 
 CHAT = ("chat", "--model", SMALL)
@@ -345,7 +346,7 @@ def test_a_paste_while_an_answer_comes_is_one_message(terminal, tmp_path):
     assert kept(tmp_path)[::2] == ["go", PASTED.replace("\r", "\n")]
 
 
-@pytest.mark.parametrize(("term", "lines"), [("xterm", 300), ("dumb", 20)])
+@pytest.mark.parametrize(("term", "lines"), [("xterm", 300), *slow_rows(("dumb", 20))])
 def test_ctrl_c_drops_what_was_typed_ahead(terminal, tmp_path, term, lines):
     """Lines that a terminal without marks has pasted, more than its buffer holds: the first is asked."""
     one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01, TERM=term)

@@ -23,6 +23,7 @@ from tests.support.conversions import E2M1, convert, cut_dimension, differing, r
 from tests.support.golden_data import TieWatch, topk_entries
 from tests.support.oracle import logits_in_chunks
 from tests.support.program import BYTES, save_tokenizer
+from tests.support.slow import slow_rows
 
 TOKENS = 140
 # seeds of texts in which no two scores of the indexer tie for the last place, so that there is one right choice
@@ -224,9 +225,7 @@ def test_what_transformers_saves_comes_back(sources, loaded, tmp_path):
     ("dtype", "original_format"),
     [
         (torch.bfloat16, True),
-        (torch.float32, False),
-        pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
-        pytest.param(torch.float32, True, marks=pytest.mark.slow),
+        *slow_rows((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)),
     ],
     ids=str,
 )

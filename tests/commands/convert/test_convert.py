@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import damage, synthetic
 from tests.support.conversions import convert, differing, official_values, stored, transformers_values
+from tests.support.slow import slow
 
 # kinds of tensors whose bytes come back from each target; plain ones always do
 KEPT = {
@@ -66,7 +67,8 @@ def assert_came_back(source, output, kept):
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(name, marks=pytest.mark.slow) if name == "mp --ranks 1" else name for name in KEPT]
+    "target",
+    ["base", "nvfp4", "mp --ranks 2", "transformers", *slow("official", "bf16", "fp8", "mp --ranks 1")],
 )
 def test_there_and_back(net, tmp_path, target):
     there, back = tmp_path / "there", tmp_path / "back"
@@ -106,8 +108,7 @@ def test_a_chain_of_targets(net, tmp_path, chain):
         "official --experts fp8 --attention bf16",
         pytest.param("bf16 --experts fp4", marks=pytest.mark.slow),
         pytest.param("bf16 --experts fp8 --attention fp8", marks=pytest.mark.slow),
-        pytest.param("fp8 --attention bf16", marks=pytest.mark.slow),
-        "nvfp4 --attention bf16",
+        *slow("fp8 --attention bf16", "nvfp4 --attention bf16"),
     ],
 )
 def test_formats_of_choice(net, tmp_path, options):
@@ -124,13 +125,10 @@ def test_formats_of_choice(net, tmp_path, options):
     assert_came_back(net, tmp_path / "back", set())
 
 
+@pytest.mark.slow  # test_consumers.py reads such files by default
 @pytest.mark.parametrize(
     "options",
-    [
-        "--experts fp8",
-        pytest.param("--experts bf16", marks=pytest.mark.slow),
-        pytest.param("--attention bf16", marks=pytest.mark.slow),
-    ],
+    ["--experts fp8", "--experts bf16", "--attention bf16"],
 )
 def test_files_for_ranks_in_formats_of_choice(net, tmp_path, options):
     convert(net, tmp_path / "there", "--to", "mp", "--ranks", "2", *options.split())

@@ -143,6 +143,7 @@ def test_what_q8_0_rounds_is_told_before_anything_is_written(tmp_path):
     assert max(told.values()) == pytest.approx(max(compared["inexact"].values()), rel=0.2)
 
 
+@pytest.mark.slow  # the package reads both files by default
 def test_values_of_bf16_become_the_same_q8_0(made, tmp_path):
     gguf = pytest.importorskip("gguf")
     out = convert(made / "bf16", tmp_path, "--to", "gguf", "--json")
@@ -182,6 +183,7 @@ def test_small_files_hold_the_same(made, tmp_path):
     assert json.loads(out)["diff"]["counts"]["identical"] > 0, code
 
 
+@pytest.mark.slow  # test_interrupted.py has the default case
 def test_an_interrupted_job_goes_on(made, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "BATCH", crashing.BATCH)
     left = iter(range(60))

@@ -17,6 +17,7 @@ from dsv4cli.engine.conversion.hashed_file import CHUNK, HashedFile, Room
 from dsv4cli.engine.conversion.manifest import Stopped, read_manifest
 from tests.support import conversions, crashing, synthetic
 from tests.support.conversions import convert, files
+from tests.support.slow import slow
 
 TARGETS = {
     "bf16": ("--to", "bf16"),
@@ -93,7 +94,7 @@ def read_once(pieces):
     return spans
 
 
-@pytest.mark.parametrize("target", ["bf16", "fp8", "nvfp4", "mp"])
+@pytest.mark.parametrize("target", ["nvfp4", "mp", *slow("bf16", "fp8")])
 def test_a_continued_conversion_reads_what_was_there_once(source, tmp_path, read, monkeypatch, target):
     options, output = (*TARGETS[target], *ALONE), tmp_path / "out"
     calls = tmp_path / "calls"

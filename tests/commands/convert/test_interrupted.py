@@ -18,6 +18,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
+from tests.support.slow import slow, slow_rows
 from tests.support.waiting import comes
 
 JOBS = {
@@ -102,8 +103,8 @@ def kill_and_run_again(source, output, options, whole, number):
     assert files(output) == whole
 
 
-@pytest.mark.parametrize("kill", [0, *(pytest.param(kill, marks=pytest.mark.slow) for kill in range(1, KILLS))])
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("kill", [0, *slow(*range(1, KILLS))])
+@pytest.mark.parametrize("job", ["nvfp4", *slow("transformers", "mp")])
 def test_killed_and_run_again(source, whole, calls, tmp_path, job, kill):
     number = spread(len(calls[job]), KILLS)[kill]
     kill_and_run_again(source, tmp_path / "out", JOBS[job], whole[job], number)
@@ -130,20 +131,21 @@ def test_killed_at_every_call(source, whole, calls, tmp_path, job):
         shutil.rmtree(tmp_path / str(number))
 
 
-def test_killed_again_and_again(source, whole, tmp_path):
+@pytest.mark.parametrize(("number", "least"), [(150, 1), *slow_rows((45, 6))])
+def test_killed_again_and_again(source, whole, tmp_path, number, least):
     """Every run gets a little further; what is on the disk is not written again."""
     options, kills, sizes = JOBS["nvfp4"], 0, []
-    while happens("kill", 45, source, tmp_path / "out", *options) == -signal.SIGKILL:
+    while happens("kill", number, source, tmp_path / "out", *options) == -signal.SIGKILL:
         kills += 1
         assert_nothing_half(tmp_path / "out", whole["nvfp4"])
         sizes.append(len(files(tmp_path / "out")))
         assert kills < 60
-    assert kills > 5
+    assert kills >= least
     assert sizes == sorted(sizes)
     assert files(tmp_path / "out") == whole["nvfp4"]
 
 
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.98])
+@pytest.mark.parametrize("share", [0.5, *slow(0.05, 0.98)])
 def test_ctrl_c(source, whole, calls, tmp_path, share):
     number = round(share * len(calls["mp"]))
     assert happens("interrupt", number, source, tmp_path / "out", *JOBS["mp"]) == 130
@@ -152,7 +154,7 @@ def test_ctrl_c(source, whole, calls, tmp_path, share):
     assert files(tmp_path / "out") == whole["mp"]
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3, 0.7, 1])
+@pytest.mark.parametrize("share", [0.3, 1, *slow(0.01, 0.7)])
 def test_the_disk_fills_up(source, whole, tmp_path, monkeypatch, small_batches, share):
     """os.pwrite takes part of the last bytes that fit, then refuses, as a full disk does."""
     room = share * sum(map(len, whole["nvfp4"].values())) * 0.9
@@ -306,7 +308,7 @@ def wait_until_stopped(pid):
     assert comes(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("share", [0.5, *slow(0.1, 0.9)])
 def test_what_was_there_is_not_counted_as_written(source, calls, tmp_path, monkeypatch, small_batches, share):
     """In the rate at the end, and in that of the bar, which begins with the bytes that are there."""
     number, output, options = round(share * len(calls["transformers"])), tmp_path / "out", JOBS["transformers"]

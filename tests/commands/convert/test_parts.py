@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
+from tests.support.slow import slow
 
 JOBS = {
     "transformers": ("--to", "transformers", "--max-shard-size", "400kB"),
@@ -51,7 +52,7 @@ def finish(output):
     return conversions.run("convert", "--finish", output)
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", ["mp", *slow(*(JOBS.keys() - {"mp"}))])
 def test_parts_joined_are_the_whole(source, tmp_path, job):
     convert(source, tmp_path / "whole", *JOBS[job])
     for part in range(1, PARTS + 1):

@@ -20,6 +20,7 @@ from dsv4cli.engine.hub import fetch, retry
 from tests.support import damage
 from tests.support.hub_server import HubServer, environment, git_blob, point_at, sha256
 from tests.support.program import ROOT, Program, inside
+from tests.support.slow import slow
 
 REPOSITORY = "deepseek-ai/DeepSeek-V4-Flash"
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -610,7 +611,7 @@ def test_storage_that_cannot_be_reached_is_not_called_the_hub(hub, dsv4, monkeyp
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("fault", [{"status": 503}, {"cut": 500}], ids=str)
+@pytest.mark.parametrize("fault", [{"status": 503}, *slow({"cut": 500})], ids=str)
 def test_storage_that_fails_is_named(hub, dsv4, fault):
     hub.add(REPOSITORY, FLASH)
     hub.fail("storage", times=99, **fault)

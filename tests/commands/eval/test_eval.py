@@ -10,6 +10,7 @@ import pytest
 from dsv4cli.engine.evaluation import eval_request as engine_asking
 from dsv4cli.engine.evaluation.results import read_results
 from tests.support.program import ROOT, SMALL, Program
+from tests.support.slow import slow_rows
 
 FAST = ("--model", SMALL, "--max-tokens", "3", "--draft", "off")
 OTHER = "random:tiny,layers=1,seed=1"
@@ -118,10 +119,12 @@ def test_the_same_command_asks_what_is_missing(dsv4, file, out, monkeypatch, err
     ("more", "complaint"),
     [
         (("--seed", "1"), "results of other settings: seed 0, now 1"),
-        (("--max-tokens", "4"), "max_tokens 3, now 4"),
         (("--model", OTHER), "results of another model"),
         (("--limit", "2"), "results of other questions"),
-        (("--choices", "answer"), "choices likelihood, now answer"),
+        *slow_rows(
+            (("--max-tokens", "4"), "max_tokens 3, now 4"),
+            (("--choices", "answer"), "choices likelihood, now answer"),
+        ),
     ],
 )
 def test_results_of_something_else_are_refused(dsv4, file, out, more, complaint):

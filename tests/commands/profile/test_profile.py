@@ -18,6 +18,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.kernels import norm
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program
+from tests.support.slow import slow
 
 STEP = ("profile", "step", "--model", "random:tiny,layers=4", "--context", "130")
 ONE_LAYER = ("profile", "step", "--model", "random:tiny,layers=1", "--context", "9")
@@ -140,7 +141,7 @@ def test_step_for_people(dsv4):
     assert max(map(len, done.out.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", [("profile", "kernels", "--only", "norm", "--tokens", "1"), ONE_LAYER])
+@pytest.mark.parametrize("command", [("profile", "kernels", "--only", "norm", "--tokens", "1"), *slow(ONE_LAYER)])
 def test_a_baseline(dsv4, tmp_path, command):
     old = json.loads(dsv4(*command, "--json").out)
     first = old["results"][0]

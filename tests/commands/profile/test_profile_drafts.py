@@ -46,6 +46,7 @@ def test_step_with_drafts(dsv4, tmp_path):
     assert (found["draft 1 token"], found["verify 3 rows"], found["draft 2 tokens"]) == (None, None, None)
 
 
+@pytest.mark.slow  # test_whether_drafts_pay has its words
 def test_step_with_drafts_for_people(dsv4):
     assert '"draft": null' in dsv4(*STEP, "--json").out
     done = dsv4(*STEP, "--draft", "1")

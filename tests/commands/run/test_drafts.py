@@ -116,6 +116,7 @@ def test_several_answers_have_one_report(dsv4, monkeypatch, tmp_path):
     assert "\ndrafts: 2.3 tokens a step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
 
 
+@pytest.mark.slow  # test_run.py has the keys of a line
 def test_a_line_of_many_is_the_same_with_drafts(dsv4, tmp_path):
     """It has nothing of how it came about: neither drafts nor times."""
     file = tmp_path / "lines.jsonl"

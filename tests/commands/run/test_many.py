@@ -83,7 +83,7 @@ def test_the_file_is_in_order_in_the_end(dsv4, prompts, out):
     ("error", "code", "seed"),
     [
         pytest.param(KeyboardInterrupt, 130, (), id="ctrl-c, any seed"),
-        pytest.param(SystemExit(143), 143, ("--seed", "1"), id="killed, a seed"),
+        pytest.param(SystemExit(143), 143, ("--seed", "1"), id="killed, a seed", marks=pytest.mark.slow),
     ],
 )
 def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, code):

@@ -67,6 +67,7 @@ def test_it_reads_the_prompts_of_nano():
         assert own.prompt(item) == nano.prompt(item)
 
 
+@pytest.mark.slow  # its trunk is nano's, and drafts change nothing
 def test_it_answers_as_nano_does(examinee):
     items = asked(FEW)
     assert ids_of(examinee, items) == ids_of(Examinee("nano", "cpu"), items)

@@ -14,6 +14,7 @@ from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support import damage
 from tests.support.golden_data import PROMPTS, golden, most_distance, official_sums
 from tests.support.program import SMALL, Program, calls_block
+from tests.support.slow import slow, slow_rows
 
 KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage"]
 SCORE_KEYS = ["index", "ids", "logprobs", "perplexity"]
@@ -169,6 +170,7 @@ def test_a_full_context_of_the_model_is_no_matter_of_options():
         assert told == "at the end of the model's context; shorten the prompt"
 
 
+@pytest.mark.slow  # tests of the engine split prompts by default
 def test_the_split_of_a_prompt_does_not_change_the_answer(dsv4):
     def ask(chunk):
         options = ("--model", "random:tiny,layers=4", "--dtype", "float32", "--temperature", "0", "--max-tokens", "2")
@@ -284,7 +286,7 @@ def test_scores(dsv4, tmp_path):
                 assert dict(top).get(token, value) == value  # the distribution after a token is that of the next
 
 
-@pytest.mark.parametrize(("chunk", "scored"), [(1, 5), (5, 2), (31, 2)])
+@pytest.mark.parametrize(("chunk", "scored"), [(5, 2), *slow_rows((1, 5), (31, 2))])
 def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored, monkeypatch):
     """A chunk of P tokens, then one: as it was recorded; and no tokenizer is in the folder."""
     official_sums(monkeypatch)
@@ -312,8 +314,8 @@ def test_scores_are_the_official_ones(dsv4, tmp_path, chunk, scored, monkeypatch
 
 @pytest.mark.parametrize(
     "edit",
-    [{}, {"num_nextn_predict_layers": 0}, {"compress_ratios": [0, 0, 4, 128, 4]}],
-    ids=["unchanged", "no stages", "no ratios"],
+    [{}, {"compress_ratios": [0, 0, 4, 128, 4]}, *slow({"num_nextn_predict_layers": 0})],
+    ids=["unchanged", "no ratios", "no stages"],
 )
 def test_a_checkpoint_without_its_drafter_has_the_numbers_of_its_layers(dsv4, tmp_path, edit):
     folder = damage.copy_checkpoint(tmp_path)
