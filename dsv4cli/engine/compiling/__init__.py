@@ -1,1 +1,1 @@
-"""Which kernels will a run launch, and are they compiled before it does?"""
+"""Ahead-of-time kernel compilation: predict which kernels a run launches, and compile them before it does."""

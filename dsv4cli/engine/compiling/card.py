@@ -1,4 +1,4 @@
-"""Which card kernels are compiled for: one of this machine, or one that is named."""
+"""Selects the GPU model to compile kernels for: a GPU of this machine, or a named one."""
 
 import torch
 
@@ -10,9 +10,14 @@ __all__ = ["Card", "card_of", "find_card"]
 
 
 def find_card(name: str | None) -> tuple[str, Card, torch.device | None]:
-    """The card of this name, or the first of this machine; its name; its device where it is here.
+    """Return the name, the card and the device of a GPU model. The device is None if the card is selected by name.
 
-    Raises UsageError for another name, UnsupportedHardware where this machine has none that the kernels run on.
+    Args:
+        name: name of a known card; None for the first GPU of this machine.
+
+    Raises:
+        UsageError: the name is unknown.
+        UnsupportedHardware: this machine has no GPU that the kernels support.
     """
     if name is not None:
         known = name.lower()
@@ -21,7 +26,7 @@ def find_card(name: str | None) -> tuple[str, Card, torch.device | None]:
         return known, CARDS[known], None
     device = resolve_device("auto")
     if device.type != "cuda":
-        raise UnsupportedHardware("this machine has no GPU to compile for", "name one, as in --card h200")
+        raise UnsupportedHardware("this machine has no GPU to compile for", "name a GPU model, as in --card h200")
     if reason := unsuited(device):
-        raise UnsupportedHardware(f"{device}: {reason}", "name a card that is not here, as in --card h200")
+        raise UnsupportedHardware(f"{device}: {reason}", "name another GPU model, as in --card h200")
     return torch.cuda.get_device_name(device), card_of(device), device

@@ -1,4 +1,4 @@
-"""Kernels that are compiled while something else happens: in a process of its own, which has others beside it."""
+"""Compiles kernels in the background: in a separate process with its own pool of compiler processes."""
 
 import hashlib
 import json
@@ -34,16 +34,20 @@ from dsv4cli.kernels.card import Card
 if TYPE_CHECKING:
     import subprocess
 
-# what a process takes while it compiles a large kernel
+# memory of a process while it compiles a large kernel
 BYTES_EACH = 10**9
-# seconds until those that it has started are gone too
+# seconds to wait for the thread after the process was killed
 GRACE = 2.0
-# how marks are called, and how many are kept: each prompt of another length has one of its own
+# name prefix of marker files, and how many to keep: each prompt length has its own
 MARK, MOST_MARKS = "dsv4-", 64
 
 
 class Compilation:
-    """Compiles in the background what a demand launches on a card, until it is closed. counts: how far it is."""
+    """Compiles the kernels of a demand for a card in the background, until it is closed.
+
+    Attributes:
+        counts: progress.
+    """
 
     def __init__(
         self,
@@ -52,9 +56,16 @@ class Compilation:
         device: int | None = None,
         process: "subprocess.Popen[str] | None" = None,
     ) -> None:
-        """device: where the kernels are loaded as they are compiled, with CUDA running; None: they are not, and all are
-        looked for again where they were compiled before. process: one that waits already. Raises OSError where none can
-        be started."""
+        """Start compiling.
+
+        Args:
+            device: loads each kernel there once it is compiled; CUDA must be initialized. None loads no kernels, and
+                checks all of them even if this demand was compiled before.
+            process: a waiting process from `start`.
+
+        Raises:
+            OSError: the process cannot be started.
+        """
         self.counts, self._device, self._changed = Counts(), device, Condition()
         self._mark, self._launches = _mark(demand, card), list[Launch]()
         self._ended = device is not None and self._mark.exists()
@@ -79,7 +90,7 @@ class Compilation:
         self._worker.join(GRACE)
 
     def wait(self, on_progress: Callable[[Counts], None]) -> Counts:
-        """Until all is compiled."""
+        """Wait until all kernels are compiled, and return the final counts."""
         with self._changed:
             while not self._ended:
                 on_progress(self.counts)
@@ -90,13 +101,13 @@ class Compilation:
         assert process.stdin is not None
         assert process.stdout is not None
         done = False
-        # where it ends early, what is not compiled yet is compiled where it is launched
+        # if it ends early, the remaining kernels are compiled at launch
         with process.stdout, suppress(OSError, ValueError):
             with process.stdin:
                 process.stdin.write(job)
             for line in process.stdout:
                 done = self._take(json.loads(line))
-                if done:  # it takes a second to end
+                if done:  # do not wait for its exit, which takes a second
                     break
         if not done:
             process.wait()
@@ -104,13 +115,13 @@ class Compilation:
             _leave(self._mark, self._launches)
         with self._changed:
             if not done and not self._closed:
-                self.counts.failed.append(f"the process that compiles has ended with code {process.returncode}")
+                self.counts.failed.append(f"the compiling process exited with code {process.returncode}")
             self._ended = True
             self._changed.notify_all()
         process.wait()
 
     def _take(self, said: dict[str, Any]) -> bool:
-        """Whether it was the last."""
+        """Process a message. Return True if it is the last one."""
         if "ready" in said:
             self._launches.append(pickle.loads(bytes.fromhex(said["ready"])))
             self._load(self._launches[-1])
@@ -121,19 +132,19 @@ class Compilation:
         return "done" in said
 
     def _load_marked(self) -> None:
-        with suppress(Exception):  # a file that was not written to the end raises anything
+        with suppress(Exception):  # an incomplete file can raise any exception
             for launch in pickle.loads(self._mark.read_bytes()):
                 self._load(launch)
 
     def _load(self, launch: Launch) -> None:
         if self._device is not None and not self._closed:
-            with suppress(Exception):  # the launch itself says it again
+            with suppress(Exception):  # the launch itself raises it again
                 load_launch(launch, self._device)
 
 
 def prepare() -> None:
-    """Imports what `compile_all` needs, before it is known for what."""
-    # torch.cat of tensors without data would import the real one, and SymPy with it: 2 s, for nothing
+    """Import what `compile_all` needs, before the demand is known."""
+    # torch.cat on the meta device would import the real torch._dynamo and SymPy, which takes 2 s and is not needed
     without = ModuleType("torch._dynamo")
     vars(without)["disable"] = lambda function, *given, **named: function
     sys.modules["torch._dynamo"] = vars(torch)["_dynamo"] = without
@@ -144,40 +155,42 @@ def prepare() -> None:
 
 
 def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], ready: Callable[[Launch], None]) -> None:
-    """Compiles everything that a demand launches on a card, in processes that are forked from this one; report, ready:
-    as of `CompilerPool`."""
+    """Compile everything that a demand launches on a card, in processes forked from this one.
+
+    report, ready: as in `CompilerPool`.
+    """
     with DryRun(demand, card) as dry:
         CompilerPool(dry, workers(), report, ready).run()
 
 
 def workers() -> int:
-    """Processes that compile at once."""
+    """Return the number of processes that compile at the same time."""
     memory = host_memory()
     room = memory.free // BYTES_EACH if memory else 1
     return max(1, min(len(os.sched_getaffinity(0)), room))
 
 
 def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> FreeMemory:
-    """The memory that each of so many ranks finds."""
+    """Return the free memory of each rank."""
     return FreeMemory(free_memory(device), free_memory(torch.device("cpu")), ranks, limits)
 
 
 def _mark(demand: Demand, card: Card) -> Path:
-    """The file of Triton's cache that says: this demand was compiled into it."""
+    """Return the marker file in Triton's cache. It exists if this demand was compiled into the cache."""
     from triton import __version__
 
     sources = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         sources.update(file.read_bytes())
-    # what is free is never the same; how weights are divided seldom changes with it
+    # free memory always differs a little, but rarely changes how weights are divided
     demand = replace(demand, memory=demand.memory and replace(demand.memory, gpu=None, host=None))
     versions = f"{torch.__version__} {__version__} {sources.hexdigest()} {builds_launchers()}"
     return cache_folder() / f"{MARK}{hashlib.sha256(f'{versions} {card} {demand}'.encode()).hexdigest()}"
 
 
 def _leave(mark: Path, launches: list[Launch]) -> None:
-    """Writes the mark: the kernels, for the next run to load. The oldest go."""
-    with suppress(OSError):  # a cache that cannot be written: everything is looked for anew
+    """Write a marker file with the launches, for the next run to load. Delete the oldest markers."""
+    with suppress(OSError):  # the cache is not writable: the next run searches again
         mark.parent.mkdir(parents=True, exist_ok=True)
         write_file(mark, pickle.dumps(launches), mark.with_suffix(f".{os.getpid()}"))
         for old in sorted(mark.parent.glob(f"{MARK}*"), key=lambda one: one.stat().st_mtime)[:-MOST_MARKS]:

@@ -1,4 +1,4 @@
-"""What a run asks of a model, as far as it decides which kernels are launched, and the steps that this makes."""
+"""The properties of a run that determine which kernels it launches, and the steps that follow from them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,27 +19,37 @@ from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload
 if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
 
-# how clients may have tokens drawn, of each kind one
+# one sampling setting of each kind that clients may use
 WAYS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5))
-# tokens before a chunk of a prompt whose length is not known
+# earlier tokens before a chunk, to try for a prompt of unknown length
 PLACES = tuple(1 << power for power in range(2, 17))
-# numbers from which the search for those that need other kernels begins
+# boundaries of the ranges in which the search for sizes that need other kernels begins
 ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1024, 2048, 4096) for more in (0, 1)))
-# tokens of each of several prompts
+# tokens of each prompt, to try for steps with several prompts
 EACH = (2, 12, 24, 48, 96, 192, 384, 768)
-# in chunks of up to so many tokens several kernels depend on the tokens before them, in longer ones the choice of
-# entries does
+# in chunks of up to this many tokens, several kernels depend on the number of earlier tokens; in longer chunks, only
+# the indexer's top-k does
 FEW = 64
 
 
 @dataclass(frozen=True)
 class Demand:
-    """config, formats: of the model. dtype, simulate, exact: as `Numerics` has them. ranks: that share it.
-    sequences: at once. length: the tokens of the one prompt, None where that is not known or there are several.
-    longest: the most tokens of a sequence that steps are captured for, one after another; none where nothing is drawn.
-    context: the most tokens of a sequence. chunk: the most of a prompt in a step.
-    samplings: how tokens may be drawn. drafting: what of a drafter is used.
-    memory: what each rank finds, None where all weights lie on the GPU. load: for which that has to do, chunks, too."""
+    """The properties of a run that determine which kernels it launches.
+
+    Attributes:
+        config, formats: of the model.
+        dtype, simulate, exact: as in `Numerics`.
+        ranks: number of tensor-parallel ranks.
+        sequences: maximum batch size.
+        length: tokens of the prompt; None if unknown or if there are several prompts.
+        longest: sequence lengths that steps are captured for, in order; empty if no token is sampled.
+        context: maximum length of a sequence in tokens.
+        chunk: maximum prompt tokens in a step.
+        samplings: possible sampling settings.
+        drafting: how the drafter is used.
+        memory: free memory of each rank; None if all weights fit on the GPU.
+        load: the workload that the memory must suffice for, with its chunks.
+    """
 
     config: ModelConfig
     formats: Formats
@@ -59,7 +69,7 @@ class Demand:
 
     @property
     def drafts(self) -> int:
-        """The most in a step."""
+        """Maximum draft tokens per sequence in a step."""
         if self.config.drafter == "none":
             return 0
         most = self.drafting.most
@@ -68,8 +78,15 @@ class Demand:
 
 @dataclass(frozen=True)
 class Step:
-    """chunks: of each sequence its tokens in the step, and those before it. sampling: how it draws. longest: that steps
-    are captured for, None where nothing is drawn. drafts: to verify behind each. count: to make after the step."""
+    """A step whose kernels are to be compiled.
+
+    Attributes:
+        chunks: (new tokens, earlier tokens) of each sequence.
+        sampling: sampling settings of its requests.
+        longest: length that steps are captured for; None if no token is sampled.
+        drafts: draft tokens to verify per sequence.
+        count: draft tokens to make after the step.
+    """
 
     chunks: tuple[tuple[int, int], ...]
     sampling: Sampling
@@ -80,8 +97,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps of which all numbers from `first` to `last` may come: of tokens in a chunk behind `place` others, or, where
-    `each` is not 0, of sequences that each have a chunk of so many tokens. sampling, longest, count: as of `Step`."""
+    """A range of possible steps: every size from `first` to `last` may occur.
+
+    The size is the number of tokens in a chunk after `place` earlier tokens. If `each` is not 0, it is the number of
+    sequences that have a chunk of `each` tokens. sampling, longest, count: as in `Step`.
+    """
 
     first: int
     last: int
@@ -92,13 +112,13 @@ class Span:
     count: int = 0
 
     def step(self, number: int) -> Step:
-        """One of them."""
+        """Return the step of this size."""
         chunks = ((self.each, self.place),) * number if self.each else ((number, self.place),)
         return Step(chunks, self.sampling, self.longest, 0, self.count)
 
 
 def decoding(demand: Demand, sizes: tuple[int, ...]) -> Iterator[Step]:
-    """The steps that follow prompts: of each number of sequences that is captured, with each number of drafts."""
+    """Yield the decode steps: for each captured batch size, with each number of draft tokens."""
     most = next(number for number, size in enumerate(sizes) if size >= min(demand.sequences, MAX_SLOTS))
     for (longest, sampling), size in product(_drawn(demand.longest, demand.samplings), sizes[: most + 1]):
         drafts = min(demand.drafts, max(MAX_SLOTS // size - 1, 0))
@@ -107,7 +127,7 @@ def decoding(demand: Demand, sizes: tuple[int, ...]) -> Iterator[Step]:
 
 
 def prompts(demand: Demand) -> Iterator[Step | Span]:
-    """The steps of prompts: of one whose length is known its chunks, else all that there may be."""
+    """Yield the prefill steps: the chunks of a prompt of known length, or all possible steps."""
     longest, drafts, sampling = min(demand.longest, default=None), demand.drafts, demand.samplings[0]
     if demand.length is not None:
         for start in range(0, demand.length, demand.chunk):
@@ -115,7 +135,7 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Step(((count, start),), sampling, longest, 0, drafts if start + count == demand.length else 0)
         return
     most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
-    # drafts behind a step know only of how many sequences it is
+    # drafting after a step depends only on its number of sequences
     yield from (Span(first, last, sampling, longest, count=0 if first > 1 else drafts) for first, last in _parts(most))
     for each, one in _drawn(EACH, demand.samplings) if demand.sequences > 1 else ():
         if each <= demand.context:
@@ -123,7 +143,7 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             count = 0 if each > EACH[0] else drafts
             yield from (Span(first, last, one, longest, each=each, count=count) for first, last in several)
     for place in PLACES:
-        # what steps are captured for when a sequence is as long as that
+        # the length that steps are captured for when a sequence has reached this length
         longer = min((one for one in demand.longest if one > place + FEW), default=max(demand.longest, default=None))
         for first, last in _parts(min(FEW, demand.context - place)) if place < demand.context else ():
             yield Span(first, last, sampling, longer, place)
@@ -132,12 +152,15 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
 
 
 def _drawn(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tuple[int, Sampling]]:
-    """How each is drawn: all alike, and the first in every way. What draws knows only how many rows there are."""
+    """Pair all values with the first sampling, and the first value with every sampling.
+
+    Other pairs launch no further kernels, because sampling depends only on the number of rows.
+    """
     return [(one, samplings[0]) for one in computed] + [(one, way) for one in computed[:1] for way in samplings[1:]]
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:
-    """1 to `most` in parts."""
+    """Split the range from 1 to `most` into parts that begin at `ROWS`."""
     ends = [*(count for count in ROWS if count < most), most]
     return zip(ends, ends[1:] or ends, strict=False)
 
@@ -157,8 +180,14 @@ def demand_of(
     memory: FreeMemory | None = None,
     cache_memory: int | None = None,
 ) -> Demand:
-    """What prompts of these lengths ask, None where they are not known: `sequences` conversations at once, which share
-    `cache_memory` bytes if they are told to. drawn: whether they are answered."""
+    """Return the demand of a run.
+
+    Args:
+        lengths: lengths of the prompts in tokens; None if unknown.
+        sequences: number of simultaneous conversations.
+        drawn: whether the prompts are answered.
+        cache_memory: bytes of KV cache that the conversations share; None if not limited.
+    """
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
@@ -182,7 +211,7 @@ def demand_of(
 
 
 def _doublings(context: int) -> Iterator[int]:
-    """What steps of a conversation are captured for, one after another."""
+    """Yield the sequence lengths that a conversation's steps are captured for, in order."""
     tokens = FEWEST_TOKENS
     while tokens < context:
         yield tokens

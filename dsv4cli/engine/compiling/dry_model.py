@@ -1,4 +1,4 @@
-"""A model without data, of one layer of each kind, and the ranks that it would be shared by."""
+"""A model without data for dry runs: one layer of each kind, and simulated tensor-parallel ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,19 +22,23 @@ from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce,
 
 @dataclass(frozen=True)
 class DryWorld(World):
-    """Rank 0 of ranks that are not there. every: the buffers as each rank has them, which compiles its own kernel."""
+    """Rank 0 of simulated ranks.
+
+    Attributes:
+        every: each rank's view of the buffers, because each rank compiles its own kernel.
+    """
 
     every: tuple[SymmetricBuffers, ...] = ()
 
     def sum_rounded(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """As each rank adds up, where the ranks write into each other's memory."""
+        """Launch each rank's all-reduce, if the ranks would use shared buffers for it."""
         x = x.contiguous()
         for buffers in self.every if self.every[0].takes(x) else ():
             all_reduce(x, dtype, buffers)
         return x.to(dtype)
 
     def sum_rows(self, x: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-        """As each rank adds up its rows."""
+        """Launch each rank's reduce-scatter."""
         if rows == len(x):
             return self.sum_rounded(x, dtype)
         for buffers in self.every:
@@ -42,7 +46,7 @@ class DryWorld(World):
         return x.new_empty(rows, *x.shape[1:], dtype=dtype)
 
     def gather_rows(self, parts: Sequence[torch.Tensor], tokens: int) -> list[torch.Tensor]:
-        """As each rank gathers them."""
+        """Launch each rank's all-gather."""
         if len(parts[0]) == tokens:
             return list(parts)
         for buffers in self.every:
@@ -50,17 +54,24 @@ class DryWorld(World):
         return [x.new_empty(tokens, *x.shape[1:]) for x in parts]
 
     def gather_columns(self, x: torch.Tensor) -> torch.Tensor:
-        """Columns of as many ranks."""
+        """Return a tensor with the columns of all ranks."""
         return x.new_empty(x.shape[0], x.shape[1] * self.size)
 
     def broadcast_from_leader(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's own."""
+        """Return this rank's own tensor."""
         return x
 
 
 def placed(demand: Demand) -> tuple[Demand, Division | None]:
-    """The demand without a drafter where there is no room for it, with the chunks that have room, and how experts are
-    divided where not all have. Raises NotEnoughMemory."""
+    """Apply the memory placement to a demand.
+
+    Returns:
+        The demand with the chunk size that fits, and without a drafter if that does not fit; and how experts are
+        divided if not all fit on the GPU, else None.
+
+    Raises:
+        NotEnoughMemory: the model does not fit.
+    """
     if demand.memory is None:
         return demand, None
     config = demand.config
@@ -73,7 +84,7 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
 
 
 def dry_model(demand: Demand, division: Division | None, device: torch.device) -> Transformer:
-    """The model that a demand asks, within `NoData`."""
+    """Build the model of a demand without data. Requires `NoData`."""
     numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
     config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
     model, specs = Transformer(config, numerics, world), loaded_tensors(config, demand.formats)
@@ -88,7 +99,7 @@ def dry_model(demand: Demand, division: Division | None, device: torch.device) -
 
 
 def one_of_each_kind(config: ModelConfig) -> ModelConfig:
-    """The same model with the first layer of each kind only, or as many more as a drafter reads."""
+    """Reduce the configuration to the first layer of each kind, plus the layers that a drafter reads."""
     kinds: dict[tuple[bool, int], int] = {}
     for layer, ratio in enumerate(config.layer_ratios):
         kinds.setdefault((config.is_hash_layer(layer), ratio), layer)

@@ -1,4 +1,4 @@
-"""The engine's own steps on a GPU that is not there: what a demand launches, found by doing it without data."""
+"""Dry runs of the engine: steps without data and without a GPU show which kernels a demand launches."""
 
 from contextlib import ExitStack
 
@@ -20,12 +20,12 @@ from dsv4cli.kernels.card import Card, described
 from dsv4cli.kernels.dispatch import use
 
 Identities = frozenset[tuple[str, str, str]]
-# what a dry run is asked for: one step, or those of chunks of unknown length
+# one step, or all steps of a span of sizes
 Task = Step | Span
 
 
 class DryRun:
-    """Carries out steps of a demand for a card, in this process and thread until it is closed.
+    """Dry-runs the steps of a demand for a card, in this process and thread until it is closed.
 
     Raises NotEnoughMemory.
     """
@@ -46,11 +46,11 @@ class DryRun:
         self._inside.close()
 
     def tasks(self) -> list[Task]:
-        """Everything that the demand may ask of the engine."""
+        """Return all steps and spans that the demand may cause."""
         return [*prompts(self._demand), *decoding(self._demand, DECODE_BATCHES)]
 
     def launches(self, task: Task) -> list[Launch]:
-        """What the task launches that none before it has."""
+        """Return the launches of a task that no earlier task had."""
         before = set(self._recorder.launches)
         if isinstance(task, Step):
             self._step(task)
@@ -59,7 +59,7 @@ class DryRun:
         return [launch for identity, launch in self._recorder.launches.items() if identity not in before]
 
     def _explore(self, span: Span) -> None:
-        """Halves the span until both ends of each part launch the same."""
+        """Bisect a span until both ends of each part launch the same kernels."""
         known: dict[int, Identities] = {}
 
         def at(number: int) -> Identities:
@@ -75,7 +75,7 @@ class DryRun:
                 parts += [(middle, last), (first, middle)]
 
     def _step(self, step: Step) -> Identities:
-        """Does a step of an engine that has done nothing before; what it launches."""
+        """Run one step in a fresh engine and return what it launches."""
         demand, recorder = self._demand, self._recorder
         recorder.seen.clear()
         capacity = Capacity(len(step.chunks), step.longest, 0, demand.drafts > 0)
@@ -89,7 +89,7 @@ class DryRun:
         return frozenset(recorder.seen)
 
     def _request(self, runner: Runner, tokens: int, place: int, step: Step) -> Request:
-        """A request of which `place` tokens have gone through the model."""
+        """Return a request with `place` tokens already processed."""
         demand, end = self._demand, place + tokens
         limits = Limits(prefill_chunk=demand.chunk, max_context=demand.context)
         request = Request([0] * end, step.sampling, limits, stop_ids=(), done=place)

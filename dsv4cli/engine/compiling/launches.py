@@ -1,4 +1,4 @@
-"""What Triton compiles for a launch: recorded where nothing is launched, and compiled into Triton's own cache."""
+"""Records what Triton would compile for a launch, without launching, and compiles it into Triton's cache."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -15,17 +15,21 @@ from triton.runtime.jit import JITFunction
 from dsv4cli.kernels.card import Card
 from dsv4cli.kernels.launch import Kernel, called_by
 
-# threads of a warp, on every NVIDIA GPU
+# threads per warp, on every NVIDIA GPU
 WARP = 32
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel as one launch needs it, by Triton's names.
+    """A kernel as specialized for a launch, in Triton's terms.
 
-    module, name: of the function. key: what tells it from others of the function. signature: the type of each argument.
-    constants, attributes: of arguments, by their place: the values of those that are constants, and what is known of
-    others (whether they are divisible by 16). options: warps, stages and the like.
+    Attributes:
+        module, name: of the function.
+        key: Triton's key of this specialization of the function.
+        signature: type of each argument.
+        constants: values of constant arguments, by position.
+        attributes: properties of other arguments, by position, such as divisibility by 16.
+        options: number of warps, stages and the like.
     """
 
     module: str
@@ -38,17 +42,17 @@ class Launch:
 
     @property
     def identity(self) -> tuple[str, str, str]:
-        """What tells it from every other."""
+        """A unique key of the launch."""
         return self.module, self.name, self.key
 
     @property
     def function(self) -> Any:
-        """The kernel itself."""
+        """The kernel function."""
         return getattr(import_module(self.module), self.name)
 
 
 class _Driver:
-    """What Triton asks of a driver before it compiles."""
+    """A stub of the driver with what Triton's compiler asks for."""
 
     def __init__(self, card: Card) -> None:
         from triton.backends.compiler import GPUTarget
@@ -70,8 +74,12 @@ class _Driver:
 
 
 class Recorder:
-    """Triton's hook before it compiles: keeps what would be compiled. launches: by what tells them apart. seen: of
-    these, what was launched since it was cleared."""
+    """A Triton hook that records what would be compiled.
+
+    Attributes:
+        launches: all launches by identity.
+        seen: identities of the launches since it was last cleared.
+    """
 
     def __init__(self) -> None:
         self.launches: dict[tuple[str, str, str], Launch] = {}
@@ -79,7 +87,7 @@ class Recorder:
         self._kernels, self._last = list[Kernel](), ("", "", "")
 
     def __call__(self, *, key: str, fn: Any, compile: Mapping[str, Any], **details: Any) -> bool:
-        """That it returns True keeps Triton from compiling, and from launching."""
+        """Record a launch. Returns True, so that Triton neither compiles nor launches."""
         identity = self._last = fn.module, fn.name, key
         self.seen.add(identity)
         if identity not in self.launches:
@@ -89,19 +97,19 @@ class Recorder:
         return True
 
     def run(self, kernel: Kernel, *arguments: Any, **options: Any) -> "_Recorded":
-        """In place of Triton's: what the kernel keeps for launches like this one, which need not go Triton's way."""
+        """Replace Triton's run. The kernel caches the result for equal launches, which then skip Triton."""
         JITFunction.run(kernel, *arguments, **options)
         self._kernels.append(kernel)
         return _Recorded(self.seen, self._last)
 
     def forget(self) -> None:
-        """What kernels have kept of this."""
+        """Remove what kernels have cached from this recorder."""
         while self._kernels:
             self._kernels.pop().calls.clear()
 
 
 class _Recorded(CompiledKernel):  # type: ignore[misc] # Triton has no types
-    """Stands for a kernel that would be compiled; launched, it is seen."""
+    """Stands in for a compiled kernel, and records its launches."""
 
     function = packed_metadata = None
 
@@ -114,7 +122,7 @@ class _Recorded(CompiledKernel):  # type: ignore[misc] # Triton has no types
 
 @contextmanager
 def driven_by(card: Card) -> Iterator[None]:
-    """Inside, in this process, Triton compiles for this card, whatever is there."""
+    """Make Triton compile for this card in the block, in this process, whatever GPU is present."""
     from triton.runtime.driver import driver
 
     before = driver._active
@@ -127,7 +135,7 @@ def driven_by(card: Card) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Inside, in this process, launches are recorded and nothing is compiled or launched."""
+    """Record launches in the block, in this process, without compiling or launching."""
     from triton import knobs
 
     before, recorder = knobs.runtime.jit_cache_hook, Recorder()
@@ -142,7 +150,10 @@ def recording() -> Iterator[Recorder]:
 
 
 def compile_launch(launch: Launch) -> bool:
-    """Compiles into Triton's cache, inside `driven_by`; whether it was not there. Raises what Triton raises."""
+    """Compile a kernel into Triton's cache. Return False if it was there already. Requires `driven_by`.
+
+    Raises what Triton raises.
+    """
     from triton import knobs
 
     found = list[bool]()
@@ -156,24 +167,25 @@ def compile_launch(launch: Launch) -> bool:
 
 
 def work_of(launch: Launch) -> int:
-    """What mostly takes longer to compile the larger it is: characters of a kernel's source and of all that it calls,
-    for each address that it is given."""
+    """Return an estimate of the compile time, in arbitrary units.
+
+    It is the characters of the kernel's source and of all that it calls, times the number of address arguments plus 1.
+    """
     return sum(len(function.src) for function in called_by(launch.function)) * (1 + len(launch.attributes))
 
 
 def load_launch(launch: Launch, device: int) -> None:
-    """Loads a kernel from Triton's cache to where it is found when it is launched on this device. Raises what Triton
-    raises."""
+    """Load a kernel from Triton's cache onto this device, where launches find it. Raises what Triton raises."""
     kernels = launch.function.device_caches[device][0]
     if launch.key not in kernels:
         with torch.cuda.device(device):
             kernel = compiled(launch)
-            _ = kernel.run  # it is loaded when it is asked how it is run
+            _ = kernel.run  # accessing `run` loads the kernel
         kernels[launch.key] = kernel
 
 
 def compiled(launch: Launch) -> Any:
-    """The kernel, from Triton's cache or compiled into it, inside `driven_by`. Raises what Triton raises."""
+    """Return a kernel from Triton's cache, compiling it if needed. Requires `driven_by`. Raises what Triton raises."""
     from triton.compiler import ASTSource, compile, make_backend
     from triton.runtime.driver import driver
 
@@ -189,26 +201,27 @@ def compiled(launch: Launch) -> Any:
 
 
 def builds_launchers() -> bool:
-    """Whether this Triton has a C compiler build a launcher for each signature of a kernel, and this machine has the
-    driver's library, which that is linked with."""
+    """Return whether Triton builds a C launcher for each kernel signature, and the driver library for it exists."""
     from triton.backends.nvidia import driver
 
     if not hasattr(driver, "make_launcher"):
         return False
-    with suppress(AssertionError, OSError, CalledProcessError):  # what Triton raises where it is not found
+    with suppress(AssertionError, OSError, CalledProcessError):  # what Triton raises if the library is not found
         return bool(driver.library_dirs())
     return False
 
 
 def build_launcher(launch: Launch) -> None:
-    """Into Triton's cache, inside `driven_by`, of a kernel that is there: for all with its signature. One that cannot
-    be built here is built where the kernel is launched."""
+    """Build the launcher of a compiled kernel's signature into Triton's cache. Requires `driven_by`.
+
+    If it fails, the launcher is built when the kernel is launched.
+    """
     from triton import knobs
     from triton.backends.nvidia.driver import CudaLauncher
 
     before, knobs.build.impl = knobs.build.impl, knobs.build.impl or _build_quickly
     try:
-        with suppress(Exception):  # a compiler raises anything
+        with suppress(Exception):  # a compiler can raise any exception
             kernel = compiled(launch)
             CudaLauncher(kernel.src, kernel.metadata)
     finally:
@@ -216,7 +229,7 @@ def build_launcher(launch: Launch) -> None:
 
 
 def _build_quickly(*given: Any) -> Any:
-    """As Triton has the C compiler build, with -O1 after its -O3: two thirds of the time, launches take as long."""
+    """Build as Triton does, with -O1 after its -O3: it takes two thirds of the time, and launches are as fast."""
     from triton import knobs
     from triton.runtime.build import _build
 

@@ -1,4 +1,4 @@
-"""Tensors without data: the engine's own code runs on a GPU that is not there, as far as shapes and addresses go."""
+"""Tensors without data: lets the engine's code run without a GPU, with correct shapes and address alignment."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,14 +7,17 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CUDA, META = torch.device("cuda", 0), torch.device("meta")
-# what one without data gives for each of its elements, and what reads it
+# value of every element that is read, and the methods that read one
 READ = 1
 READS = {"item": READ, "__int__": READ, "__index__": READ, "__float__": float(READ), "__bool__": bool(READ)}
 
 
 class NoData(TorchFunctionMode):
-    """Inside, in this thread, tensors on "cuda" are on the meta device, say they are on cuda:0, and lie where the first
-    byte of their memory would be at address 0. What is read of them is 1; tensors of the CPU are real."""
+    """Creates tensors on "cuda" without data in the block, in this thread.
+
+    They are on the meta device, but report cuda:0 as their device, and addresses as if their memory began at 0. Every
+    value that is read from them is 1. Tensors on the CPU are real.
+    """
 
     def __torch_function__(
         self,
@@ -53,7 +56,7 @@ def _address(x: torch.Tensor) -> int:
 
 
 def _is_unfilled(x: torch.Tensor) -> bool:
-    """Of a parameter that has no elements yet: that one is where model/linear.py has put it."""
+    """Return whether a parameter has no elements yet: model/linear.py creates those on the meta device."""
     with torch._C.DisableTorchFunction():
         return x.numel() == 0
 
@@ -67,7 +70,7 @@ _ANSWERS: dict[Any, Callable[[torch.Tensor], Any]] = {
 
 
 def _placed(value: Any) -> Any:
-    """A device as it is asked for -> where its tensors are."""
+    """Replace a CUDA device by the meta device. Other values are unchanged."""
     if isinstance(value, torch.device):
         return META if value.type == "cuda" else value
     return META if isinstance(value, str) and value.startswith("cuda") else value

@@ -1,4 +1,4 @@
-"""Many processes that find launches and compile them; what one of them cannot is left to the launch itself."""
+"""A pool of processes that find launches and compile them. What fails is compiled at launch instead."""
 
 import math
 import os
@@ -14,14 +14,21 @@ from dsv4cli.engine.compiling.dry_run import DryRun, Task
 from dsv4cli.engine.compiling.launches import Launch, build_launcher, builds_launchers, compile_launch, work_of
 from dsv4cli.engine.system.ending import end_with_parent
 
-# how much they give way to the process that loads a model meanwhile
+# niceness of the processes, so that they yield to the process that loads the model
 NICE = 5
 
 
 @dataclass
 class Counts:
-    """Of a pool. found: kernels that launches need. compiled: those that Triton's cache lacked; present: that it had.
-    failed: what could not be done, and why. searching: whether more may be found."""
+    """Progress of a pool.
+
+    Attributes:
+        found: kernels that launches need.
+        compiled: kernels that were missing in Triton's cache.
+        present: kernels that were in Triton's cache.
+        failed: what failed, and why.
+        searching: whether more kernels may be found.
+    """
 
     found: int = 0
     compiled: int = 0
@@ -31,13 +38,13 @@ class Counts:
 
     @property
     def done(self) -> int:
-        """Kernels that nobody has to wait for any more."""
+        """Kernels that are finished, including failed ones."""
         return self.compiled + self.present + len(self.failed)
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What launches a kernel and all others with its signature, where Triton has it built."""
+    """The task of building the C launcher for a kernel and all others with its signature."""
 
     launch: Launch
 
@@ -46,28 +53,38 @@ Work = Task | Launch | Launcher
 
 
 class CompilerPool:
-    """The work of a dry run on `workers` processes, which are forked from this one: it must have one thread and no
-    CUDA. counts: how far it is."""
+    """Runs a dry run and its compilations on `workers` processes forked from this one.
+
+    This process must have a single thread and no CUDA context.
+
+    Attributes:
+        counts: progress.
+    """
 
     def __init__(
         self, dry: DryRun, workers: int, report: Callable[[Counts], None], ready: Callable[[Launch], None]
     ) -> None:
-        """report: called with the counts when they have changed. ready: with each kernel that is in Triton's cache."""
+        """Run the first task, then fork the workers.
+
+        Args:
+            report: called with the counts after they have changed.
+            ready: called with each kernel that is in Triton's cache.
+        """
         self.counts, self._dry, self._report, self._ready = Counts(), dry, report, ready
-        # steps, then the longest searches: nothing is left to be found while the last kernels are compiled
+        # steps first, then the widest spans, so that all kernels are found before the last ones are compiled
         self._tasks = deque(sorted(dry.tasks(), key=_width, reverse=True))
-        self._launches: list[Launch] = []  # what takes long is begun first, from the end
+        self._launches: list[Launch] = []  # sorted by estimated compile time; taken from the end, longest first
         self._known = set[tuple[str, str, str]]()
         self._launchers = deque[Launcher]()
-        # by signature the kernels that wait for their launcher; None: it is there
+        # signature -> kernels that wait for their launcher; None if it is built
         self._waiting: dict[str, list[Launch] | None] = {}
         self._builds = builds_launchers()
-        if self._tasks:  # what is imported on the way, forks need not import
+        if self._tasks:  # imports during this first task are inherited by the forks
             self._found(dry.launches(self._tasks.popleft()))
         self._work: dict[Connection, Work | None] = dict.fromkeys(self._fork() for _ in range(workers))
 
     def run(self) -> None:
-        """Until all is done, or no process is left."""
+        """Work until everything is done, or no process is left."""
         while self._work:
             self._hand_out()
             busy = {one: work for one, work in self._work.items() if work is not None}
@@ -76,7 +93,7 @@ class CompilerPool:
             if not busy:
                 break
             for one in connection.wait([*busy]):
-                self._take(one)  # type: ignore[arg-type]  # of what was given
+                self._take(one)  # type: ignore[arg-type]  # wait returns the type of its arguments
 
     def _hand_out(self) -> None:
         for one, work in self._work.items():
@@ -95,9 +112,9 @@ class CompilerPool:
             result = one.recv()
         except (EOFError, OSError):
             del self._work[one]
-            result = "its process has ended"
+            result = "its process exited"
         if isinstance(work, Launcher):
-            self._built(work.launch)  # or not: then it is built where the kernel is launched
+            self._built(work.launch)  # if it failed, it is built when the kernel is launched
         if isinstance(result, str):
             launch = work.launch if isinstance(work, Launcher) else work
             name = f"{launch.module}.{launch.name}" if isinstance(launch, Launch) else str(launch)
@@ -144,7 +161,7 @@ def _width(task: Task) -> float:
 
 
 def _serve(dry: DryRun, jobs: Connection, parent: int) -> None:
-    """Does what it is sent until its parent has ended; answers with launches, whether it has compiled, or why not."""
+    """Execute jobs until the parent ends. Reply with launches, whether a kernel was compiled, or an error text."""
     end_with_parent(parent)
     os.nice(NICE)
     while True:
@@ -157,5 +174,5 @@ def _done(dry: DryRun, job: Work) -> Any:
         if isinstance(job, Launcher):
             return build_launcher(job.launch)
         return compile_launch(job) if isinstance(job, Launch) else dry.launches(job)
-    except Exception as error:  # noqa: BLE001 - compilers raise anything; the launch itself says it again
+    except Exception as error:  # noqa: BLE001 - compilers can raise any exception; the launch itself raises it again
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

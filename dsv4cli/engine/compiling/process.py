@@ -1,4 +1,4 @@
-"""The process that compiles: it may be started before it is known what, for it takes seconds to begin; no torch."""
+"""Starts the compiling process early, before the demand is known, because it takes seconds to start. No torch."""
 
 import os
 import subprocess
@@ -7,27 +7,30 @@ from pathlib import Path
 from threading import Thread
 
 PACKAGE = Path(__file__).parents[2]
-# `python -m dsv4cli` would take what the folder has where the user is
+# `python -m dsv4cli` could import modules from the user's current folder
 PROGRAM = f"import sys; sys.path[0] = {str(PACKAGE.parent)!r}; from dsv4cli.__main__ import main; main()"
-# where there is a driver of NVIDIA's, on Linux
+# exists on Linux if NVIDIA's driver is loaded
 DRIVER = Path("/proc/driver/nvidia")
 
 
 def start() -> "subprocess.Popen[str]":
-    """The process, which waits for what to compile on its stdin and ends where that is closed before. Raises OSError
-    where none can be started."""
+    """Start the process. It reads the demand from stdin, and ends if stdin is closed before that.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
     return subprocess.Popen(
         [sys.executable, "-c", PROGRAM, "compile-ahead", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # it sees no Ctrl-C: it ends with this process
+        start_new_session=True,  # so that Ctrl-C does not reach it; it ends with this process
         text=True,
     )
 
 
 def start_early() -> "subprocess.Popen[str] | None":
-    """The process, where a GPU's driver is; None where not, or where none can be started."""
+    """Start the process if a GPU driver is installed. Return None if not, or if it cannot be started."""
     if not DRIVER.exists():
         return None
     try:
@@ -37,7 +40,10 @@ def start_early() -> "subprocess.Popen[str] | None":
 
 
 def start_hashing() -> Thread:
-    """Hashes Triton's files, up to 2 s, so that forks have it: it needs no lock of the interpreter, as imports do."""
+    """Hash Triton's files in a thread, so that forked processes inherit the result.
+
+    It takes up to 2 s and, unlike imports, does not hold the GIL.
+    """
     from triton.runtime.cache import triton_key
 
     hashing = Thread(target=triton_key)
@@ -46,7 +52,7 @@ def start_hashing() -> Thread:
 
 
 def cache_folder() -> Path:
-    """Where Triton keeps what it has compiled."""
+    """Return the folder of Triton's compilation cache."""
     from triton import knobs
 
     return Path(knobs.cache.dir)

@@ -49,7 +49,7 @@ def test_what_was_compiled_is_not_asked_for_again(says):
     assert waited() == Counts(**ALL)
     says(code=1)
     assert waited() == Counts()
-    assert waited(device=None).failed == ["the process that compiles has ended with code 1"]
+    assert waited(device=None).failed == ["the compiling process exited with code 1"]
 
 
 def test_kernels_are_loaded_as_they_are_compiled_and_when_they_are_known(says, monkeypatch):

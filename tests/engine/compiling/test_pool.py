@@ -71,7 +71,7 @@ def test_what_cannot_be_compiled_is_named_and_the_rest_goes_on():
     counts, _ = run({FIRST: ["refuses", "a", "dies", "b", "c"]})
     assert (counts.compiled, counts.done) == (3, 5)
     assert sorted(counts.failed) == [
-        "module.dies: its process has ended",
+        "module.dies: its process exited",
         "module.refuses: ValueError: no registers left",
     ]
 
@@ -163,7 +163,7 @@ def test_a_launcher_is_built_once_for_all_with_its_signature(dies, monkeypatch):
     assert sorted(events) == ["a", "ccc", "launcher", "launcher", "there"]
     assert events[0] == "launcher"
     assert (one.counts.compiled, one.counts.present) == (2, 1)
-    assert [failed.partition(": ")[2] for failed in one.counts.failed] == ["its process has ended"] * 2 * dies
+    assert [failed.partition(": ")[2] for failed in one.counts.failed] == ["its process exited"] * 2 * dies
 
 
 def test_all_is_searched_before_it_is_compiled_and_the_longest_first():
