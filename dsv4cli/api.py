@@ -228,7 +228,7 @@ class Model:
 
     def _open(self) -> SharedEngine:
         if self._shared is None:
-            raise UsageError("this model has been closed", "make another Model")
+            raise UsageError("this model has been closed", "create another Model")
         return self._shared
 
     @contextmanager

@@ -1,1 +1,1 @@
-"""How does a message get its answer?"""
+"""Conversations: from messages to answers, with a local engine or a remote server."""

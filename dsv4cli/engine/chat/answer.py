@@ -1,4 +1,4 @@
-"""One answer as it arrives: tokens to text, stop strings, reasoning apart from content; no torch."""
+"""One answer as it is generated: decoding, stop texts, and separation of reasoning and content. No torch."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -17,20 +17,24 @@ from dsv4cli.engine.text.wrapped_arguments import declared_by, required_by, unwr
 if TYPE_CHECKING:
     from dsv4cli.engine.runtime.request import Token
 
-# the text that one token made certain, by kind
+# (kind, text) pairs that one token made certain
 Pieces = list[tuple[Kind, str]]
 FinishReason = Literal["stop", "length", "tool_calls"]
-# the tokens between reasoning, content and calls: a part of their text is nobody's
+# the tokens between reasoning, content and calls; a stop text must not match a part of their text
 MARKS = (tokens.THINK_END, tokens.DSML)
 
 
 @dataclass
 class Answer:
-    """Takes the tokens of one sequence; `push` returns the text that has become certain, by kind.
+    """The answer of one sequence, built token by token.
 
-    finish is set with the last step, `complaint` too where the end token came and the strict parser refused the text.
-    tools: what the prompt has offered, in OpenAI's shape. thoughts: how many tokens are reasoning.
-    closed: why the thinking was ended from outside, by whoever did. stopped_by: the stop text that has ended it.
+    Attributes:
+        tools: the tools that the prompt offers, in OpenAI's shape.
+        finish: the finish reason, set by the last token.
+        complaint: why the strict parser rejected the text of an answer that ended with the end token; empty otherwise.
+        closed: why the thinking was ended from outside, set by the caller.
+        stopped_by: the stop text that ended the answer.
+        thoughts: number of tokens of reasoning.
     """
 
     tokenizer: Tokenizer
@@ -47,42 +51,44 @@ class Answer:
     def __post_init__(self) -> None:
         self._decoder = StreamDecoder(self.tokenizer)
         self._stream = ReplyStream(self.thinking)
-        self._text = ""  # everything decoded but the end token, cut at a stop string
-        self._lookalikes: list[int] = []  # where it has text that looks like a special token: lookalikes.py
-        self._marks: list[tuple[int, int]] = []  # where it has those of `MARKS`, as far as they were not sent
-        self._sent = 0  # characters of it that went into the stream
-        self._starts: list[int] = []  # how many characters it had before each token
+        self._text = ""  # the decoded text without the end token, cut at a stop text
+        self._lookalikes: list[int] = []  # positions of lookalikes of special tokens, see lookalikes.py
+        self._marks: list[tuple[int, int]] = []  # positions of the unsent tokens of `MARKS`
+        self._sent = 0  # characters of it that were added to the stream
+        self._starts: list[int] = []  # length of the text before each token
         self._reply = ParsedReply("")
 
     @property
     def drawn(self) -> int:
-        """How many tokens it has so far."""
+        """Number of tokens so far."""
         return len(self.tokens)
 
     @property
     def shown(self) -> int:
-        """How many tokens are certain to be part of the text: those that begin before a stop string, which the last of
-        them may contain the beginning of."""
+        """Number of tokens that are certain to be part of the text.
+
+        These are the tokens that begin before a stop text. The last of them may contain the beginning of the stop text.
+        """
         if self.finish and self.stopped_by is None:
             return self.drawn
         return bisect_left(self._starts, self._sent)
 
     @property
     def prepared(self) -> bool:
-        """Whether the step of the newest token has prepared kernels."""
+        """Whether the step of the newest token compiled kernels or captured a graph."""
         return self.tokens[-1].prepared
 
     def push(self, token: "Token") -> Pieces:
-        """Adds a token; sets `finish` when the answer ends with it."""
+        """Add a token, and return the text that is now certain, by kind. Sets `finish` if the answer ends."""
         return _unmarked(self.read(token))
 
     def read(self, token: "Token") -> list[tuple[Kind, str]]:
-        """As `push`, with the marks of lookalikes.py in the text."""
+        """Add a token as `push` does, and return text with the marks of lookalikes.py."""
         self.tokens.append(token)
         self._starts.append(len(self._text))
         ended = token.finish == "stop"
         special = self.tokenizer.special.get(token.id)
-        # one that is no part of the format has no text
+        # special tokens outside the prompt format have no text
         if not ended and (special is None or special in tokens.SPECIAL):
             self._take(self._decoder.push(token.id), special or "")
         if token.finish:
@@ -98,11 +104,11 @@ class Answer:
         return pieces
 
     def cut(self) -> Pieces:
-        """Ends an answer that was interrupted, without a `finish`; harmless when it has ended."""
+        """End an interrupted answer without a `finish`, and return the rest of its text. Does nothing if it is over."""
         return _unmarked(self.read_rest())
 
     def read_rest(self) -> list[tuple[Kind, str]]:
-        """As `cut`, with the marks of lookalikes.py in the text."""
+        """End the answer as `cut` does, and return text with the marks of lookalikes.py."""
         if self.finish:
             return []
         self._take(self._decoder.flush())
@@ -113,11 +119,11 @@ class Answer:
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text that comes next is reasoning."""
+        """Whether the next text is reasoning."""
         return self._stream.in_reasoning
 
     def message(self) -> tuple[Message, list[str]]:
-        """An answer that has ended or was cut as a message, and what was repaired or left out for that, in words."""
+        """Return a finished or cut answer as a message, and descriptions of what was repaired or left out."""
         ended = bool(self.tokens) and self.tokens[-1].finish == "stop"
         text = self._whole + (tokens.EOS if ended else "")
         reply, repairs = repair_reply(text, thinking=self.thinking, required=required_by(self.tools))
@@ -130,11 +136,11 @@ class Answer:
         return self._marked(0, len(self._text))
 
     def _marked(self, start: int, end: int) -> str:
-        """A part of the text as its readers get it."""
+        """Return a part of the text with the marks of lookalikes.py."""
         return marked(self._text, self._lookalikes, start, end)
 
     def _take(self, text: str, special: str = "") -> None:
-        """Adds a text, that of a special token at its end or of others."""
+        """Append decoded text; `special` is the text of the special token at its end, if there is one."""
         before = len(self._text)
         self._text += text
         if special:
@@ -144,7 +150,10 @@ class Answer:
             self._lookalikes += lookalikes(self._text, before)
 
     def _find(self, stop: str) -> int:
-        """Where a stop text begins that was not sent, -1 without; it has a mark as a whole or not at all."""
+        """Return the position of a stop text in the unsent text, or -1.
+
+        A match may contain a mark of `MARKS` only as a whole.
+        """
         start = self._text.find(stop, self._sent)
         while start >= 0 and any(first < cut < end for cut in (start, start + len(stop)) for first, end in self._marks):
             start = self._text.find(stop, start + 1)
@@ -158,7 +167,7 @@ class Answer:
         return bool(found)
 
     def _held_back(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Return the number of characters at the end that may be the beginning of a stop text."""
         unsent = len(self._text) - self._sent
         return max(
             (
@@ -181,7 +190,7 @@ class Answer:
         return reply
 
     def record(self) -> dict[str, Any]:
-        """The JSON form: content, reasoning_content, tool_calls, ids (the end token included), finish_reason."""
+        """Return the JSON form: content, reasoning_content, tool_calls, ids (with the end token), finish_reason."""
         reply = self._reply.changed(unmarked)
         return {
             "content": reply.content,
@@ -192,7 +201,7 @@ class Answer:
         }
 
     def logprobs(self) -> list[dict[str, Any]]:
-        """For each token its log-probability and the alternatives."""
+        """Return the log-probability and the alternatives of each token."""
         return [
             {"id": token.id, "logprob": token.logprob, "top": [[id_, value] for id_, value in token.top]}
             for token in self.tokens

@@ -1,4 +1,4 @@
-"""Answers to many prompts at once: each request's tokens with their text beside them."""
+"""Answers to several prompts in one batch, token by token."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,11 +25,20 @@ def generate_answers(
     drafting: Drafting = NO_DRAFTS,
     on_end: Callable[[Engine], None] = lambda engine: None,
 ) -> Iterator[tuple[int, Answer, Pieces]]:
-    """After each step of a prompt and each drawn token: the request's number, its answer so far and what the token
-    added. An answer whose `finish` is set is complete. Raises UsageError for a prompt that the model cannot take.
+    """Generate answers, and yield progress after each prefill step and each sampled token of a prompt.
 
-    on_preparing: as `CompileWatch` has it. followers: the other ranks that compute the model. on_end: called after
-    the last answer, with the engine that knows what drafts came to.
+    An answer whose `finish` is set is complete.
+
+    Args:
+        on_preparing: callback for `CompileWatch`.
+        followers: the other tensor-parallel ranks of the model.
+        on_end: called with the engine after the last answer, for example to read its draft statistics.
+
+    Yields:
+        The request's number, its answer so far, and the text that the token added.
+
+    Raises:
+        UsageError: a prompt is empty, too long, or has token ids outside the vocabulary.
     """
     with Engine.of(model, list(requests), device, followers, drafting) as engine:
         engine.report_preparing(on_preparing)

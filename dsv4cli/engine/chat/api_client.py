@@ -1,4 +1,4 @@
-"""Requests to a server that speaks OpenAI's API, and what it refuses in words; no torch."""
+"""Client of a server with OpenAI's API, and error messages for its refusals. Does not import torch."""
 
 import json
 import socket
@@ -10,45 +10,50 @@ from urllib.parse import urlsplit
 
 from dsv4cli.errors import ServerError, UsageError
 
-LONGEST_WAIT = 10  # seconds to connect, and between two parts of a document; a stream may take any time
-# bytes of a document, or of a line of a stream
+LONGEST_WAIT = 10  # seconds to connect, and between two parts of a document; streams have no limit
+# the most bytes of a document, or of a line of a stream
 LONGEST = 1 << 24
 DATA, DONE = b"data:", b"[DONE]"
 
 
 class NoAnswer(ServerError):
-    """A server does not answer in time."""
+    """A server does not respond in time."""
 
 
 class StreamEnded(Exception):
-    """A stream whose connection has ended before its last event."""
+    """The connection of a stream was closed before the last event."""
 
 
 class ApiClient:
-    """A server by its address, as in `http://localhost:8000`, with or without `/v1` behind it. One request at a time.
+    """A server at a URL such as `http://localhost:8000`, with or without `/v1`. It sends one request at a time.
 
-    Redirections are not followed, so that a key goes to no other host.
+    Redirects are not followed, so that the API key is never sent to another host.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
-        """Raises UsageError for what is no address."""
+        """Parse the URL. Raises UsageError if it is invalid."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key = key
         self._parts = _parts(self.url)
-        self._socket: socket.socket | None = None  # of the last request
+        self._socket: socket.socket | None = None  # the last request's
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return a document. Raises ServerError."""
+        """Return a JSON document. Raises ServerError."""
         with self._response("GET", path, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a document and return the one that answers it. Raises ServerError."""
+        """Send a JSON document, and return the response document. Raises ServerError."""
         with self._response("POST", path, body, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
-        """The events of an answer as they come. Raises ServerError, and StreamEnded where there is no last one."""
+        """Yield the events of a streamed response.
+
+        Raises:
+            ServerError: the server cannot be reached, refuses the request, or uses another format.
+            StreamEnded: the connection was closed before the last event.
+        """
         with self._response("POST", path, body) as response:
             while line := self._line(response):
                 if not line.startswith(DATA):
@@ -60,16 +65,20 @@ class ApiClient:
         raise StreamEnded
 
     def close(self) -> None:
-        """Ends the running request, from any thread or signal handler: whoever waits for it gets its end."""
+        """Abort the running request, from any thread or signal handler. Its reader sees the end of the connection."""
         if self._socket is not None:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # it is already closed
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     @contextmanager
     def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, wait: float | None = None
     ) -> Iterator[HTTPResponse]:
-        """Send a request. wait: the most seconds without a part of the answer, None for any time."""
+        """Send a request.
+
+        Args:
+            wait: the most seconds between two parts of the response, None for no limit.
+        """
         kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
         connection = kind(self._parts.hostname or "", self._parts.port, timeout=LONGEST_WAIT)
         with closing(connection), closing(self._answered(connection, method, path, body, wait)) as response:
@@ -90,17 +99,17 @@ class ApiClient:
         try:
             connection.connect()
             connection.sock.settimeout(wait)
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a machine that has gone is noticed
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detect hosts that disappear
             self._socket = connection.sock
             connection.request(method, f"{self._parts.path}{path}", content, headers)
             return connection.getresponse()
-        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: no host can have this name
+        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: invalid host name
             raise self._unreachable(error) from None
 
     def _line(self, response: HTTPResponse) -> bytes:
         try:
             return response.readline(LONGEST)
-        except (OSError, HTTPException, ValueError):  # ValueError: the line of a chunk's size is none
+        except (OSError, HTTPException, ValueError):  # ValueError: invalid chunk size
             return b""
 
     def _document(self, response: HTTPResponse) -> dict[str, Any]:
@@ -119,51 +128,51 @@ class ApiClient:
         return value
 
     def other_format(self) -> ServerError:
-        """What to raise for an answer that is not OpenAI's."""
+        """Return the error for a response that is not in OpenAI's format."""
         return ServerError(
-            f"{self.url} does not answer as OpenAI's API does", "give the address of a server that does, as dsv4 serve"
+            f"{self.url} does not respond as OpenAI's API does", "use the URL of a server that does, such as dsv4 serve"
         )
 
     def _unreachable(self, error: Exception) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         kind = NoAnswer if isinstance(error, TimeoutError) else ServerError
-        return kind(f"no server answers at {self.url}: {reason}", "start one with dsv4 serve, or correct the address")
+        return kind(f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL")
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:
         status, said = response.status, _message(response) or response.reason
         if status == 401:
-            what = "does not accept this API key" if self._key else "asks for an API key"
-            return ServerError(f"{self.url} {what}", "write the key into a file, and name it with --api-key-file")
+            what = "rejects this API key" if self._key else "requires an API key"
+            return ServerError(f"{self.url} {what}", "write the key to a file, and pass it with --api-key-file")
         if status in (429, 503):
             wait = response.headers.get("Retry-After", "")
             when = f"in {wait} s" if wait.isdecimal() else "in a moment"
-            return ServerError(f"{self.url} is busy: {said}", f"ask again {when}")
+            return ServerError(f"{self.url} is busy: {said}", f"try again {when}")
         if status in range(300, 400):
-            return ServerError(
-                f"{self.url} redirects to {response.headers.get('Location', 'nowhere')}", "give that address"
-            )
+            return ServerError(f"{self.url} redirects to {response.headers.get('Location', 'nowhere')}", "use that URL")
         if status == 404:
-            return ServerError(f"{self.url} has no {path}: {said}", "give the address of a server with OpenAI's API")
+            return ServerError(f"{self.url} has no {path}: {said}", "use the URL of a server with OpenAI's API")
         if status >= 500:
-            return ServerError(f"{self.url} has failed ({status}): {said}", "its own log says why")
-        return ServerError(f"{self.url} refuses this ({status}): {said}", "change what it names, or ask another server")
+            return ServerError(f"{self.url} has failed ({status}): {said}", "see the server's log")
+        return ServerError(
+            f"{self.url} rejects the request ({status}): {said}", "change the request, or use another server"
+        )
 
 
 def _parts(url: str) -> Any:
-    """The parts of an address. Raises UsageError."""
+    """Return the parts of a URL. Raises UsageError if it is invalid."""
     try:
         parts = urlsplit(url)
-        _ = parts.port  # ValueError where it is no number
+        _ = parts.port  # raises ValueError if it is not a number
     except ValueError:
         parts = urlsplit("")
     plain = url.isprintable() and not {*url} & {" ", "@", "?", "#"}
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-        raise UsageError(f"{url!r} is no address of a server", "write it as http://localhost:8000")
+        raise UsageError(f"{url!r} is not the URL of a server", "write it as http://localhost:8000")
     return parts
 
 
 def _message(response: HTTPResponse) -> str:
-    """What a refusal says, in one of the forms that servers have; empty where it says nothing that can be read."""
+    """Return the message of an error response in any of the common formats, or "" if it has none."""
     try:
         value = json.loads(response.read(LONGEST))
     except (OSError, HTTPException, ValueError, RecursionError):

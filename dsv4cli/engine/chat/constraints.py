@@ -1,4 +1,4 @@
-"""Several constraints on the tokens of one answer as one, and that which keeps tokens out; no torch."""
+"""Combination of several constraints of an answer, and a constraint that bans tokens. Does not import torch."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -10,69 +10,69 @@ from dsv4cli.engine.runtime.request import Constraint
 
 
 class Constraints:
-    """Several constraints as one: each sees every token, and a token comes that all of them let come."""
+    """Several constraints as one. Each of them sees every token; a token is allowed if all of them allow it."""
 
     def __init__(self, *parts: Constraint) -> None:
-        """parts: where two force a token or take another for one, the first decides."""
+        """Combine constraints. If two of them force or replace a token, the first takes precedence."""
         self._parts = parts
 
     @property
     def failure(self) -> str:
-        """Why a grammar among them could not be followed, "" where it can."""
+        """Why a grammar among them failed, "" if none did."""
         return next((part.failure for part in self._parts if isinstance(part, Grammar) and part.failure), "")
 
     def forced(self) -> int | None:
-        """The token that must come next, if any."""
+        """Return the token that must come next, if any."""
         return next((token for part in self._parts if (token := part.forced()) is not None), None)
 
     def banned(self) -> tuple[int, ...]:
-        """The tokens that must not come next."""
+        """Return the tokens that must not come next."""
         return tuple(token for part in self._parts for token in part.banned())
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
-        """As `Constraint.masks`."""
+        """Return the combined bit masks, as `Constraint.masks` does."""
         return [_all_of(masks) for masks in zip_longest(*(part.masks(drafts) for part in self._parts))]
 
     def instead(self, token: int) -> int | None:
-        """What to take for a token that was drawn, if not the token itself."""
+        """Return the token to use in place of a sampled one; None to keep it."""
         return next((other for part in self._parts if (other := part.instead(token)) is not None), None)
 
     def push(self, token: int) -> None:
-        """Takes notice of the next token."""
+        """Record the next token."""
         for part in self._parts:
             part.push(token)
 
 
 class Without:
-    """Keeps some tokens out of an answer."""
+    """Bans some tokens from an answer."""
 
     def __init__(self, ids: Sequence[int], vocabulary: int) -> None:
-        """vocabulary: how many tokens the model has."""
+        """Ban the tokens `ids`, in a vocabulary of `vocabulary` tokens."""
         bits = (1 << vocabulary) - 1 & ~sum(1 << id for id in set(ids))
         self._mask = bits.to_bytes(-(-vocabulary // 8), "little")
 
     def forced(self) -> int | None:
-        """None."""
+        """Return None: no token is forced."""
         return None
 
     def banned(self) -> tuple[()]:
-        """None beside those that never come."""
+        """Return no tokens: the masks ban them."""
         return ()
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """As `Constraint.masks`: the same everywhere."""
+        """Return bit masks, as `Constraint.masks` does. They are the same at every position."""
         return [self._mask] * (1 + len(drafts))
 
     def instead(self, token: int) -> int | None:
-        """None."""
+        """Return None: no token is replaced."""
         return None
 
     def push(self, token: int) -> None:
-        """Nothing follows from it."""
+        """Ignore the next token, which changes nothing."""
 
 
 def _all_of(masks: Sequence[bytes | None]) -> bytes | None:
-    """What every mask lets come."""
+    """Return the intersection of the masks."""
     given = [mask for mask in masks if mask is not None]
     if len(given) < 2:
         return given[0] if given else None

@@ -1,4 +1,4 @@
-"""A conversation with a model: turn after turn in one cache, of which a turn prefills only what it does not hold."""
+"""A conversation with a local model, whose turns share a cache: each turn prefills only tokens that are not cached."""
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,34 +27,40 @@ from dsv4cli.engine.weights.offload import ExpertOffload, offload_of
 from dsv4cli.errors import NotEnoughMemory, RankLost, UsageError
 
 SNAPSHOTS = 16
-GO_ON = "dsv4 chat --continue goes on after the last finished turn"
+GO_ON = "dsv4 chat --continue resumes after the last finished turn"
 
 Reply = Generator[tuple[Answer, Pieces], None, None]
 
 
 def conversation_capacity(context: int, conversations: int = 1) -> Capacity:
-    """Return what an engine holds for conversations of up to `context` tokens, so many of them at once."""
+    """Return the engine capacity for `conversations` concurrent conversations of up to `context` tokens."""
     return Capacity(conversations, longest=min(FEWEST_TOKENS, context), snapshots=SNAPSHOTS)
 
 
 class ContextFull(UsageError):
-    """A conversation that leaves no room for an answer; messages_to_drop: as `Conversation` counts them. longest: the
-    context that the model has."""
+    """A conversation that leaves no tokens of the context for an answer.
+
+    Attributes:
+        messages_to_drop: as `Conversation.messages_to_drop` returns it.
+    """
 
     def __init__(self, tokens: int, context: int, drop: int, longest: int) -> None:
-        what = "shorten the last message" if drop < 0 else f"leave out the first {drop} messages"
+        what = "shorten the last message" if drop < 0 else f"remove the first {drop} messages"
         super().__init__(
-            f"the conversation has {tokens:,} tokens: the context has room for {context - 1:,} and an answer",
+            f"the conversation has {tokens:,} tokens; the context limit is {context:,} tokens, including the answer",
             f"{what}, or raise --max-context" if context < longest else what,
         )
         self.tokens, self.context, self.messages_to_drop = tokens, context, drop
 
 
 class Conversation:
-    """Answers one conversation; its messages may be others each time. `dialogue` and `limits` may be set between turns.
+    """Answers a conversation, whose messages may change between turns. So may `dialogue` and `limits`.
 
-    prompt_tokens: of the last turn's prompt; reused: how many of them the cache held; prefilled: how many have gone
-    through the model; lookalikes: as `Prompt` has them.
+    Attributes:
+        prompt_tokens: tokens of the last turn's prompt.
+        reused: how many of them were found in the prefix cache.
+        prefilled: how many of them have been prefilled so far.
+        lookalikes: as in `Prompt`.
     """
 
     def __init__(
@@ -67,11 +73,11 @@ class Conversation:
         drafting: Drafting = NO_DRAFTS,
         engine: Engine | None = None,
     ) -> None:
-        """Make a conversation.
+        """Create a conversation.
 
         Args:
-            followers: The other ranks that compute the model.
-            engine: The engine that runs its turns; if None, one of its own for this device, followers and drafting.
+            followers: the other tensor-parallel ranks of the model.
+            engine: runs the turns; None to create an engine from `device`, `followers` and `drafting`.
         """
         self.model = model
         self.dialogue = dialogue
@@ -95,80 +101,85 @@ class Conversation:
 
     @property
     def context(self) -> int:
-        """The most tokens of a prompt and its answer."""
+        """The context length in tokens, including the answer."""
         return context_of(self.dialogue.config, self.limits)
 
     def report_preparing(self, on_preparing: OnPreparing) -> None:
-        """Has it called with True where kernels are compiled or graphs captured, and with False after that step."""
+        """Set a callback: called with True when kernels compile or graphs are captured, False after that step."""
         self.engine.report_preparing(on_preparing)
 
     @property
     def effort(self) -> str | None:
-        """How hard to reason; None for not at all."""
+        """The reasoning effort; None if thinking is off."""
         return self.dialogue.effort
 
     def think(self, level: str) -> None:
-        """How hard to reason from the next turn on, in the words of `think_options`. Raises UsageError."""
+        """Set the thinking level from the next turn on, as in `think_options`. Raises UsageError for an unknown one."""
         thinking, effort = think_options(self.dialogue.release, level)
         self.dialogue = replace(self.dialogue, thinking=thinking, effort=effort)
 
     @property
     def all_drafts(self) -> DraftReport | None:
-        """What the drafts of all turns have come to."""
+        """Draft statistics of all turns."""
         return self.engine.draft_report()
 
     @property
     def offload(self) -> ExpertOffload | None:
-        """The experts in host memory; None where none are."""
+        """The experts in host memory; None if there are none."""
         return offload_of(self.model)
 
     @property
     def drafts(self) -> DraftReport | None:
-        """What the drafts of the last turn have come to so far; None where none are to be made."""
+        """Draft statistics of the last turn so far; None without speculative decoding."""
         report = self.engine.draft_report()
         return None if report is None else report.since(self._drafts_before)
 
     @property
     def unread(self) -> int:
-        """How many tokens of the running reply's prompt have not gone through the model yet."""
+        """Number of tokens of the running turn's prompt that have not been prefilled yet."""
         return self.prompt_tokens - self.reused - self.prefilled
 
     @property
     def breakable(self) -> bool:
-        """Whether what comes next, the rest of a prompt, may be ended by an exception at any point: on a CPU, where
-        nothing but the cache changes. Launches on a GPU belong together, as do an expert's row and its copy, and
-        what several ranks tell each other."""
+        """Whether an exception may interrupt the next step, a part of the prefill, at any point.
+
+        This is safe on a CPU, where a step changes only the cache. It is not safe on a GPU, whose launches belong
+        together, with offloaded experts (a row and its copy), or with several ranks, which exchange messages.
+        """
         on_cpu = self.engine.runner.cache.device.type == "cpu"
         return self.unread > 1 and on_cpu and self.offload is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
-        """Return how many tokens a prompt of these messages has, or the messages, where they end with an answer."""
+        """Return the number of tokens of the prompt for these messages; if they end with an answer, of the messages."""
         answered = bool(messages) and messages[-1]["role"] == "assistant"
         return len((self.dialogue.transcript if answered else self.dialogue.prompt)(messages).ids)
 
     def text_ids(self, text: str) -> list[int]:
-        """The tokens of a text in a message."""
+        """Return the token ids of a text in a message."""
         return self.dialogue.text_ids(text)
 
     def most_tokens(self, text: str) -> int:
-        """How many tokens a text in a message has."""
+        """Return an upper bound for the number of tokens of a text in a message; here it is exact."""
         return len(self.text_ids(text))
 
     def left(self, messages: Sequence[Message]) -> int:
-        """How many tokens of the context the prompt of these messages leaves."""
+        """Return how many tokens of the context the prompt for these messages leaves."""
         return self.context - self.tokens(messages)
 
     def messages_to_drop(self, messages: Sequence[Message]) -> int:
-        """As the function of this name, for this model and its limits."""
+        """Return what the function `messages_to_drop` does, for this model and its limits."""
         return messages_to_drop(messages, self.tokens, self.context, self.limits.max_tokens)
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
-        """Answers the last of these checked messages: before the prompt and after each step of it the answer, still
-        empty, and after each token the answer and what that added. An earlier reply ends.
+        """Answer the last of these validated messages. A running reply ends first.
 
-        Thinking ends after `think_budget` tokens at the latest, and where else no room would be left for an answer.
-        Raises ContextFull and UsageError at once; while it runs UnsoundResult and NotEnoughMemory, after which, as
-        after any interruption between steps or of one that is `breakable`, the next turn can be asked for.
+        Yields the answer, still empty, before the prefill and after each prefill step; then, after each token, the
+        answer and its added text. Thinking ends after at most `think_budget` tokens, or earlier to leave tokens for the
+        answer. After an error, or after an interruption between steps or of a `breakable` one, the next turn can start.
+
+        Raises:
+            ContextFull, UsageError: raised immediately.
+            UnsoundResult, NotEnoughMemory: raised while the answer is generated.
         """
         self._end()
         prompt = self.dialogue.prompt(messages)
@@ -188,12 +199,14 @@ class Conversation:
         return self._reply
 
     def stop(self) -> None:
-        """Ends the running reply before its next step, from any thread: its last item has what was held back, and the
-        answer no `finish`."""
+        """End the running reply before its next step, from any thread.
+
+        Its last item has the text that was held back, and the answer has no `finish`.
+        """
         self._stopping = True
 
     def forget(self) -> None:
-        """Ends a running reply and gives back what the cache holds."""
+        """End a running reply, and free the cache."""
         self._end()
         self.engine.forget()
 
@@ -201,14 +214,14 @@ class Conversation:
         running, self._reply = self._reply, None
         if running is not None:
             running.close()
-        if self._request is not None:  # an interruption may have kept the reply from ending it
+        if self._request is not None:  # an interrupted reply may not have cancelled it
             self._cancel(self._request)
 
     def _add(self, request: Request) -> None:
         self.engine.add(request)
 
     def _next_tokens(self, request: Request) -> list[Token]:
-        """Run a step and return what it drew, nothing for a step of the prompt."""
+        """Run a step and return the tokens that it sampled, none for a prefill step."""
         [result] = self.engine.step()
         return result.tokens
 
@@ -217,13 +230,13 @@ class Conversation:
 
     @contextmanager
     def _advice(self) -> Iterator[None]:
-        """Where memory is short: what to do about it. Ranks may have had enough each for itself: they end."""
+        """Add a remedy to memory errors. Several ranks must end: some of them may have had enough memory."""
         try:
             yield
         except NotEnoughMemory as error:
             if self.engine.followers is not None:
                 raise RankLost(error.message, GO_ON) from None
-            raise NotEnoughMemory(error.message, f"leave out earlier messages, or {error.remedy}") from None
+            raise NotEnoughMemory(error.message, f"remove earlier messages, or {error.remedy}") from None
 
     def _thinking(self, ids: list[int], room: int, budget: int | None) -> Thinking:
         end = self.dialogue.tokenizer.token_id(tokens.THINK_END)
@@ -254,7 +267,7 @@ class Conversation:
             for token in drawn:
                 if self._stopping:
                     break
-                if token.id == thinking.think_end:  # the thinking has seen all tokens of the step
+                if token.id == thinking.think_end:  # `thinking` has processed all tokens of the step
                     answer.closed = thinking.closed
                 yield answer, _pieces(stream.push(token))
                 if answer.finish:
@@ -264,7 +277,7 @@ class Conversation:
         yield answer, _pieces(stream.cut())
 
     def _boundaries(self, ids: list[int]) -> tuple[int, ...]:
-        """Where to keep the state: before the last question, which another may replace, and at the end."""
+        """Return where to store the state: before the last question, which may change, and at the end of the prompt."""
         user = self.dialogue.tokenizer.token_id(tokens.USER)
         question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
         return (question, len(ids))

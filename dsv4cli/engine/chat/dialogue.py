@@ -1,4 +1,4 @@
-"""Between a conversation and the model's tokens: prompts written, no torch."""
+"""A model's prompt format: encoding of conversations to token ids. Does not import torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,8 +15,11 @@ from dsv4cli.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Prompt:
-    """The exact text that the model reads and its tokens; `lookalikes` are the special tokens' texts that messages
-    hold, which are read as text."""
+    """The exact text of a prompt and its token ids.
+
+    Attributes:
+        lookalikes: texts in the messages that look like special tokens, and are encoded as ordinary text.
+    """
 
     text: str
     ids: list[int]
@@ -25,9 +28,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A model's prompt format: its release, its vocabulary, and whether and how hard it is asked to think.
+    """A model's prompt format: its release, its tokenizer, and whether and how much it is to think.
 
-    special_tokens: a special token's text in a message is that token, as in the official encoder.
+    Attributes:
+        special_tokens: encode the text of a special token in a message as that token, as the official encoder does.
     """
 
     config: ModelConfig
@@ -38,33 +42,35 @@ class Dialogue:
     special_tokens: bool = False
 
     def prompt(self, messages: Sequence[Message], most: int | None = None) -> Prompt:
-        """Return the prompt of a checked conversation, behind which an answer begins.
+        """Return the prompt of a validated conversation, ready to be answered.
 
-        Raises TooManyTokens where it has more than `most` tokens.
+        Raises:
+            TooManyTokens: it has more than `most` tokens.
         """
         return self.transcript(answerable(messages), most)
 
     def transcript(self, messages: Sequence[Message], most: int | None = None) -> Prompt:
-        """Return a checked conversation as it stands, as a text to score. Raises as `prompt`."""
+        """Return a validated conversation unchanged, as a text to score. Raises as `prompt`."""
         parts = encode_messages(list(messages), release=self.release, thinking=self.thinking, effort=self.effort)
         text = "".join(parts)
         ids, lookalikes = self.tokenizer.encode_parts([text] if self.special_tokens else parts, most)
         return Prompt(text, ids, lookalikes)
 
     def thinks(self, ids: Sequence[int]) -> bool:
-        """Whether what follows a prompt begins with thinking: not the answer to a task, nor one that goes on."""
+        """Return True if the answer to a prompt begins with thinking. Tasks and continued answers do not."""
         return self.thinking and ids[-1] == self.tokenizer.token_id(tokens.THINK_START)
 
     def text_ids(self, text: str) -> list[int]:
-        """The tokens of a text in a message."""
+        """Return the token ids of a text in a message."""
         return self.tokenizer.encode_parts([text if self.special_tokens else Given(text)])[0]
 
 
 def open_dialogue(source: FolderSource | RandomSource, think: str, special_tokens: bool = False) -> Dialogue:
-    """The prompt format of a model.
+    """Return the prompt format of a model. Also raises what `identify` raises.
 
-    Raises what `identify` raises, CheckpointError for a tokenizer that is missing, damaged or another model's,
-    UsageError for an effort that the release does not have.
+    Raises:
+        CheckpointError: the tokenizer is missing, damaged or another model's.
+        UsageError: the release does not have this thinking level.
     """
     identity = source.identity
     thinking, effort = think_options(identity.release, think)
@@ -80,7 +86,7 @@ def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Toke
     if tokenizer.eos_id not in config.eos_token_ids:
         named = ", ".join(map(str, config.eos_token_ids))
         raise CheckpointError(
-            f"{path} has the end token at id {tokenizer.eos_id}, config.json at {named}",
-            "download both files from one revision",
+            f"the end token is {tokenizer.eos_id} in {path}, but {named} in config.json",
+            "download both files from the same revision",
         )
     return tokenizer

@@ -1,27 +1,33 @@
-"""Which messages a prompt leaves out, so that the context has room for an answer; no torch."""
+"""Selection of old messages to drop, so that the context has tokens left for an answer. Does not import torch."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from dsv4cli.engine.text.prompt import Message
 
-# an answer has room for as many tokens as it may have, up to this part of the context; where messages must go for that,
-# as many go as leave the larger part free: the prompt is read anew each time
+# Up to 1/8 of the context is reserved for an answer. If messages must be dropped, enough are dropped to free 1/4 of the
+# context, because each time the whole prompt is prefilled again.
 ANSWER_PART, FREED_PART = 8, 4
 
 
 def answer_room(context: int, max_tokens: int) -> int:
-    """How many tokens of a context an answer of so many at most is to have."""
+    """Return how many tokens of the context to reserve for an answer of at most `max_tokens` tokens."""
     return max(min(max_tokens, context // ANSWER_PART), 1)
 
 
 def messages_to_drop(
     messages: Sequence[Message], count: Callable[[Sequence[Message]], int], context: int, max_tokens: int
 ) -> int:
-    """How many messages, the first after those of the system, must go for the prompt to leave room for an answer: 0 if
-    it does already or nothing can go, -1 if the last question alone leaves none. What stays begins with a question.
+    """Return how many of the first messages, after the system messages, to drop so that an answer fits.
 
-    count: the tokens of a prompt. max_tokens: of the answer.
+    The remaining messages begin with a question.
+
+    Args:
+        count: returns the number of tokens of a prompt.
+        max_tokens: the most tokens of the answer.
+
+    Returns:
+        0 if the answer fits already or nothing can be dropped, -1 if even the last question alone is too long.
     """
     tokens, room = count(messages), answer_room(context, max_tokens)
     if tokens + room <= context:

@@ -1,4 +1,4 @@
-"""Which tokens of an answer follow a grammar: by llguidance, which the extra dsv4[grammar] installs; no torch."""
+"""Constraint of an answer's tokens to a grammar, with llguidance (extra dsv4[grammar]). Does not import torch."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,16 +14,19 @@ from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema
 from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
 from dsv4cli.errors import UsageError
 
-# messages of llguidance about its own options and parts, and what they mean to a client
+# errors of llguidance that refer to its own options and internals, reworded for clients
 _REWORDED = tuple(
     (re.compile(pattern), words)
     for pattern, words in (
         (r"oneOf constraints are not supported\..*", "oneOf is not supported in a Lark grammar, use anyOf"),
-        (r"Resource '(?:json-schema:///)?(.*?)' is not present.*", r"\1 is not in the schema, and nothing is fetched"),
+        (
+            r"Resource '(?:json-schema:///)?(.*?)' is not present.*",
+            r"\1 is not in the schema, and external references are not loaded",
+        ),
         (r"lookarounds not supported yet; \w+ in regex", r"\\b and other look-around are not supported in regex"),
         (
             r"circular references with sibling keys are not supported: .*",
-            "allOf refers to what it is part of",
+            "allOf refers to a schema that contains it",
         ),
         (r"(; following special tokens are available:).*", ""),
         (r"Expected f64 for", "Expected a number for"),
@@ -32,10 +35,15 @@ _REWORDED = tuple(
 
 
 class Grammars:
-    """Makes the grammars of a model's answers; its vocabulary is read once, for the first of them."""
+    """Compiles the grammars of a model's answers. The vocabulary is loaded once, for the first grammar."""
 
     def __init__(self, tokenizer: Tokenizer, size: int, eos: Sequence[int]) -> None:
-        """size: of the model's vocabulary, of which the tokenizer may lack some. eos: what may end an answer."""
+        """Store the parameters of the vocabulary.
+
+        Args:
+            size: number of tokens of the model, which may exceed the tokenizer's.
+            eos: the tokens that may end an answer.
+        """
         self._tokenizer, self._size, self._eos = tokenizer, size, list(eos)
 
     def reply(
@@ -46,22 +54,25 @@ class Grammars:
         tools: Sequence[Mapping[str, Any]] = (),
         choice: ToolChoice = ToolChoice(),  # noqa: B008 - frozen
     ) -> "Grammar":
-        """The grammar of one answer, as `reply_grammar` has it; where it begins with thinking, of what follows that.
+        """Return the grammar of one answer, as `reply_grammar` defines it. It applies after the thinking, if any.
 
-        form or a choice that requires a call must be given. Raises UsageError for what is no grammar, with its place,
-        for one that allows no answer, and where llguidance is not installed.
+        Either a form or a choice that requires a call must be given.
+
+        Raises:
+            UsageError: the grammar or a schema is invalid (the error names the place), it allows no answer, or
+                llguidance is not installed.
         """
         if find_spec("llguidance") is None:
             raise UsageError(
-                "a grammar needs llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
+                "grammars require llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
             )
         think_end = self._tokenizer.token_id(tokens.THINK_END)
         try:
             matcher = self._compiled(form, tools, choice)
         except RecursionError:
-            raise UsageError("the grammar is nested too deeply", "make it flatter") from None
+            raise UsageError("the grammar is nested too deeply", "reduce its nesting") from None
         if not _without(matcher.compute_bitmask(), self._eos):
-            raise UsageError("the grammar allows no answer", "let it match a text")
+            raise UsageError("the grammar allows no answer", "change it so that it matches some text")
         return Grammar(matcher, self._eos, think_end if thinking else None)
 
     @cached_property
@@ -84,7 +95,7 @@ class Grammars:
         return import_module("llguidance").LLMatcher(self._vocabulary, grammar, log_level=0)
 
     def _refusal(self, reason: str, form: AnswerForm | None, tools: Sequence[Mapping[str, Any]]) -> UsageError:
-        """What to raise about a grammar that was refused."""
+        """Return the error for a grammar that llguidance rejected, with the innermost schema that causes it."""
         schemas: list[tuple[str, Schema, bool]] = []
         if form is not None and isinstance(form.value, Mapping):
             schemas.append(("the schema", form.value, False))
@@ -99,37 +110,40 @@ class Grammars:
             if refused(schema):
                 definitions = {key: schema[key] for key in DEFINITIONS if isinstance(schema.get(key), dict)}
                 place, why = _place(schema, "#", definitions, refused)
-                return UsageError(f"{what} at {place}: {_line(why)}", "correct it, or leave that out")
-        return UsageError(f"the grammar cannot be read: {_line(reason)}", "correct it")
+                return UsageError(f"{what} at {place}: {_line(why)}", "correct or remove this part")
+        return UsageError(f"invalid grammar: {_line(reason)}", "correct it")
 
 
 class Grammar:
-    """Follows the tokens of an answer, as a `Constraint`: what its grammar does not allow does not come, and when it is
-    at its end only the end does."""
+    """A `Constraint` that allows only tokens that follow a grammar; at its end, only end tokens are allowed."""
 
     def __init__(self, matcher: Any, eos: Sequence[int], begin: int | None) -> None:
-        """matcher: of llguidance. begin: the token behind which the grammar holds, None for everywhere."""
+        """Wrap a matcher of llguidance.
+
+        Args:
+            begin: the token after which the grammar applies, None for the whole answer.
+        """
         self._matcher, self._eos, self._begin = matcher, frozenset(eos), begin
 
     @property
     def failure(self) -> str:
-        """Why the rest cannot be followed, so that the answer ends; "" where it can."""
+        """Why the grammar failed, which ends the answer; "" if it did not."""
         return _line(self._matcher.get_error())
 
     def copy(self) -> "Grammar":
-        """The same for another answer, from where this one has come to."""
+        """Return a copy in the same state, for another answer."""
         return Grammar(self._matcher.deep_copy(), tuple(self._eos), self._begin)
 
     def forced(self) -> int | None:
-        """None: masks say it."""
+        """Return None: the masks express it."""
         return None
 
     def banned(self) -> tuple[()]:
-        """None: masks say it."""
+        """Return no tokens: the masks express it."""
         return ()
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
-        """As `Constraint.masks`; none behind a draft that is not allowed."""
+        """Return bit masks, as `Constraint.masks` does; no masks after a draft token that is not allowed."""
         made: list[bytes | None] = []
         begin, taken = self._begin, 0
         for token in (*drafts, None):
@@ -146,11 +160,11 @@ class Grammar:
         return made
 
     def instead(self, token: int) -> int | None:
-        """None: masks say it."""
+        """Return None: the masks express it."""
         return None
 
     def push(self, token: int) -> None:
-        """Takes notice of the next token."""
+        """Record the next token."""
         if self._begin is None:
             self._matcher.consume_token(token)
         elif token == self._begin:
@@ -158,7 +172,7 @@ class Grammar:
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance wants it: the bytes of each token, those that no text is made of apart."""
+    """A vocabulary in the form that llguidance requires: the bytes of each token, and the ids of special tokens."""
 
     def __init__(self, tokenizer: Tokenizer, size: int) -> None:
         self.eos_token_id, self.bos_token_id = tokenizer.eos_id, None
@@ -175,17 +189,20 @@ def _has(mask: bytes, token: int) -> bool:
 
 
 def _without(mask: bytes, tokens: Iterable[int]) -> int:
-    """The bits of a mask but for those of some tokens."""
+    """Return the bits of a mask without those of some tokens."""
     return int.from_bytes(mask, "little") & ~sum(1 << token for token in set(tokens))
 
 
 def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Schema], str]) -> tuple[str, str]:
-    """Where in a schema that is refused the innermost one stands that is refused by itself, as a JSON pointer, and why.
+    """Return the JSON pointer of the innermost subschema that is rejected on its own, and the reason.
 
-    path: where this one stands. definitions: what schemas refer to. refused: the reason, "" for none.
+    Args:
+        path: the JSON pointer of this schema.
+        definitions: the definitions that the schema refers to.
+        refused: returns why a schema is rejected, "" if it is accepted.
     """
     for place, part in parts_of(schema):
-        within = path.startswith(str(part.get("$ref")))  # it refers to what it stands in
+        within = path.startswith(str(part.get("$ref")))  # it refers to a schema that contains it
         if not within and refused({**part, **definitions}):
             return _place(part, path + place, definitions, refused)
     target = str(schema.get("$ref", ""))
@@ -197,7 +214,7 @@ def _place(schema: Schema, path: str, definitions: Schema, refused: Callable[[Sc
 
 
 def _line(reason: str) -> str:
-    """Return the line of llguidance's reason that says it, without advice that only its own callers can follow."""
+    """Return the essential line of llguidance's error, without advice that applies only to its own callers."""
     _, shown, error = reason.partition("\nerror: ")
     line = (error if shown else reason).partition("\n")[0]
     for pattern, words in _REWORDED:

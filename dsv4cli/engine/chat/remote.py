@@ -1,4 +1,4 @@
-"""A conversation with a model that a server runs: the same questions, answered over OpenAI's API; no torch."""
+"""A conversation with a model on a server, over OpenAI's API. Does not import torch."""
 
 import json
 from collections.abc import Callable, Generator, Sequence
@@ -16,24 +16,24 @@ from dsv4cli.engine.text.prompt import Message, without_tools
 from dsv4cli.errors import AnswerLost, ServerError, UsageError
 
 COMPLETIONS, MODELS, TOKENIZE = "/v1/chat/completions", "/v1/models", "/tokenize"
-# the name of `dsv4 serve` in its list of models
+# "owned_by" in the model list of `dsv4 serve`
 OURS = "dsv4"
-# level of thinking: OpenAI's word for it
+# OpenAI's reasoning_effort by thinking level
 EFFORTS = {"off": "none", "low": "low", "high": "high", "max": "max"}
-# what a prompt has beside its messages, in tokens at most: the texts of efforts and about tools
+# the most tokens of a prompt in addition to its messages: the texts about effort and tools
 BESIDE = 4096
-# tokens that a context leaves of which nobody knows how long it is
+# tokens left if the context length is unknown
 BOUNDLESS = 1 << 30
 
 
 @dataclass(frozen=True)
 class RemoteSampling(Sampling):
-    """What is asked of a server, which has values of its own for what is not `given`: the names of those that are."""
+    """Sampling parameters for a server, which uses its own defaults for parameters that are not `given`."""
 
     given: frozenset[str] = frozenset()
 
     def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> "RemoteSampling":
-        """As `Sampling.chosen`, with the names of what is given."""
+        """Return what `Sampling.chosen` does, and record which parameters are given."""
         values = {"temperature": temperature, "top_p": top_p}
         given = self.given | {name for name, value in values.items() if value is not None}
         both = super().chosen(temperature, top_p, seed)
@@ -44,33 +44,33 @@ Reply = Generator[tuple[RemoteAnswer, Pieces], None, None]
 
 
 class RemoteConversation:
-    """Answers one conversation; its messages may be others each time. `model` and `limits` may be set between turns.
+    """Answers a conversation, whose messages may change between turns. So may `model` and `limits`.
 
-    names: of the models that the server has. context: the most tokens of a prompt and its answer, None where it does
-    not say. prompt_tokens, reused and prefilled as `Conversation` has them, 0 until an answer is counted.
+    Attributes:
+        prompt_tokens, reused, prefilled: as in `Conversation`; 0 until the server reports its token counts.
     """
 
-    drafts = all_drafts = offload = None  # a server says nothing of them
+    drafts = all_drafts = offload = None  # servers do not report them
     unread = 0
 
     def __init__(
         self, client: ApiClient, model: str, level: str, limits: Limits, warn: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Ask the server for its models.
+        """Request the list of models from the server.
 
         Args:
-            client: of the server.
-            model: which is to answer; the server's first where it has none of this name.
-            level: how hard to reason.
-            limits: of an answer.
-            warn: called once where the server does not count tokens in time.
+            client: the server.
+            model: name of the model to use; the server's first model if it has none of this name.
+            level: the thinking level.
+            limits: the limits of an answer.
+            warn: called once if the server does not count tokens in time.
 
         Raises:
-            ServerError: where it does not answer.
-            UsageError: for a level that there is not.
+            ServerError: the server does not respond as expected.
+            UsageError: the thinking level does not exist.
         """
         self.client, self.limits, self._warn = client, limits, warn
-        self._silent: NoAnswer | None = None  # it has not counted tokens in time, and is not asked again
+        self._silent: NoAnswer | None = None  # set once it has not counted tokens in time; then it is not asked again
         self.lookalikes: list[str] = []
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.breakable = False
@@ -82,46 +82,50 @@ class RemoteConversation:
 
     @property
     def names(self) -> list[str]:
-        """Of the server's models."""
+        """The names of the server's models."""
         return list(self._models)
 
     @property
     def context(self) -> int | None:
-        """The most tokens of a prompt and its answer."""
+        """The context length in tokens, including the answer; None if the server does not report it."""
         length = self._models[self.model].get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None
 
     @property
     def effort(self) -> str | None:
-        """How hard to reason; None for not at all."""
+        """The reasoning effort; None if thinking is off."""
         return None if self._level == "off" else self._level
 
     def think(self, level: str) -> None:
-        """How hard to reason from the next turn on. Raises UsageError."""
+        """Set the thinking level of the following turns. Raises UsageError for an unknown level."""
         if level not in EFFORTS:
             raise UsageError(f'there is no thinking level "{level}"', f"use one of {', '.join(EFFORTS)}")
         self._level = level
 
     def tokens(self, messages: Sequence[Message]) -> int:
-        """How many tokens the prompt of these messages has. Raises ServerError, also where the server cannot count."""
+        """Return the number of tokens of the prompt for these messages.
+
+        Raises:
+            ServerError: the server cannot be reached, or cannot count tokens.
+        """
         count = self._tokenized({**self._asked(messages), "add_generation_prompt": True}, "count")
         if not isinstance(count, int):
             raise self.client.other_format()
         return count
 
     def text_ids(self, text: str) -> list[int]:
-        """The tokens of a text. Raises ServerError, also where the server cannot count."""
+        """Return the token ids of a text. Raises ServerError, also if the server cannot tokenize."""
         ids = self._tokenized({"model": self.model, "prompt": text, "add_special_tokens": False}, "tokens")
         if not isinstance(ids, list):
             raise self.client.other_format()
         return ids
 
     def most_tokens(self, text: str) -> int:
-        """How many tokens a text has at most: no token is less than a byte."""
+        """Return an upper bound for the number of tokens of a text: each token has at least one byte."""
         return len(text.encode(errors="replace"))
 
     def left(self, messages: Sequence[Message]) -> int:
-        """How many tokens of the context the prompt of these messages leaves, as far as that is known."""
+        """Return how many tokens of the context the prompt for these messages leaves, as far as it is known."""
         if self.context is None:
             return BOUNDLESS
         try:
@@ -130,7 +134,10 @@ class RemoteConversation:
             return self.context - self._most_tokens(messages)
 
     def messages_to_drop(self, messages: Sequence[Message]) -> int:
-        """As the function of this name; 0 where only the server knows. It is asked where there may be too many."""
+        """Return what the function `messages_to_drop` does; 0 if the server reports no context length or cannot count.
+
+        The server counts only if a local upper bound exceeds the context.
+        """
         context, most = self.context, self.limits.max_tokens
         if context is None or self._most_tokens(messages) + answer_room(context, most) <= context:
             return 0
@@ -140,11 +147,13 @@ class RemoteConversation:
             return 0
 
     def reply(self, messages: Sequence[Message], sampling: Sampling, *, think_budget: int | None = None) -> Reply:
-        """Answers the last of these checked messages: before the first word the answer, still empty, and after each
-        event the answer and what that added. An earlier reply ends.
+        """Answer the last of these validated messages. A running reply ends first.
 
-        Raises UsageError at once for a budget that the server does not know; while it runs ServerError, which is
-        AnswerLost where something came.
+        Yields the answer, still empty, before the first event; then, after each event, the answer and its added text.
+
+        Raises:
+            UsageError: raised immediately if the server does not support a thinking budget.
+            ServerError: raised while the answer is generated; AnswerLost if a part of it has arrived.
         """
         self.forget()
         body = self._asked(messages) | {"stream": True, "stream_options": {"include_usage": True}}
@@ -162,24 +171,22 @@ class RemoteConversation:
         return self._reply
 
     def stop(self) -> None:
-        """Ends the running reply, from any thread: the connection is closed, and the answer has no `finish`."""
+        """End the running reply from any thread: the connection is closed, and the answer has no `finish`."""
         self._stopping = True
         self.client.close()
 
     def forget(self) -> None:
-        """Ends a running reply."""
+        """End a running reply."""
         running, self._reply = self._reply, None
         if running is not None:
             running.close()
 
     def _check_budget(self) -> None:
         if self._models[self.model].get("owned_by") != OURS:
-            raise UsageError(
-                f"{self.client.url} is no dsv4 serve, and knows no budget of thinking", "leave --think-budget out"
-            )
+            raise UsageError(f"{self.client.url} is not dsv4 serve, and has no thinking budget", "omit --think-budget")
 
     def _asked(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """What is asked, as OpenAI's API has it, and how hard to think, as servers of this model do."""
+        """Return the request in OpenAI's format, with the thinking level in the fields that such servers read."""
         plain, tools = without_tools(messages)
         thinks = {"reasoning_effort": EFFORTS[self._level], "chat_template_kwargs": {"thinking": self._level != "off"}}
         return {"model": self.model, "messages": plain} | ({"tools": tools} if tools else {}) | thinks
@@ -191,8 +198,8 @@ class RemoteConversation:
             return self.client.post(TOKENIZE, body).get(name)
         except NoAnswer as error:
             self._silent = error
-            what = f"{self.client.url} has not answered {TOKENIZE} within {api_client.LONGEST_WAIT:g} s"
-            self._warn(f"{what}: tokens are not counted, and no message is left out of a prompt")
+            what = f"{self.client.url} did not respond to {TOKENIZE} within {api_client.LONGEST_WAIT:g} s"
+            self._warn(f"{what}: tokens are not counted, and no messages are dropped from prompts")
             raise
 
     def _most_tokens(self, messages: Sequence[Message]) -> int:
@@ -200,7 +207,7 @@ class RemoteConversation:
 
     def _turn(self, body: dict[str, Any]) -> Reply:
         answer = RemoteAnswer()
-        self.breakable = True  # until something has come: nothing is lost then
+        self.breakable = True  # until something has arrived; nothing is lost before that
         yield answer, []
         try:
             with closing(self.client.stream(COMPLETIONS, body)) as events:
@@ -211,10 +218,10 @@ class RemoteConversation:
                     self.breakable = self.breakable and not answer.drawn
                     yield answer, pieces
             if not self._stopping:
-                answer.finish = answer.finish or "stop"  # it is complete, whatever the server says of it
+                answer.finish = answer.finish or "stop"  # the stream is complete, even if the server sent no reason
         except StreamEnded:
             if not (self._stopping or answer.finish):
-                raise self._lost(answer, "the connection ended before the answer did") from None
+                raise self._lost(answer, "the connection closed before the answer was complete") from None
         except ServerError as error:
             if not self._stopping:
                 raise (self._lost(answer, error.message) if answer.drawn else error) from None
@@ -226,7 +233,7 @@ class RemoteConversation:
         if event.get("error"):
             said = event["error"]
             reason = said.get("message") if isinstance(said, dict) else said
-            raise ServerError(f"{self.client.url} has failed: {reason}", "its own log says why")
+            raise ServerError(f"{self.client.url} has failed: {reason}", "see the server's log")
         try:
             return answer.push(event)
         except (TypeError, ValueError, LookupError, AttributeError):
@@ -234,12 +241,12 @@ class RemoteConversation:
 
     def _lost(self, answer: RemoteAnswer, reason: str) -> ServerError:
         if not answer.drawn:
-            return ServerError(f"{self.client.url}: {reason}", "ask again; its own log may say why")
-        return AnswerLost(f"{reason}: what came is kept", "/retry asks again")
+            return ServerError(f"{self.client.url}: {reason}", "try again; see also the server's log")
+        return AnswerLost(f"{reason}: the part that arrived is kept", "/retry asks again")
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:
-    """The server's models by their names, at least one. Raises ServerError."""
+    """Return the server's models by name, at least one. Raises ServerError."""
     listed = client.get(MODELS).get("data")
     named = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
     models = {one["id"]: one for one in named if isinstance(one.get("id"), str)}

@@ -1,4 +1,4 @@
-"""An answer that a server streams over OpenAI's API, as its events come; no torch."""
+"""An answer that a server streams over OpenAI's API. Does not import torch."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +10,11 @@ from dsv4cli.engine.text.prompt import Message
 
 @dataclass
 class RemoteAnswer:
-    """An answer as its events come. drawn: its tokens, once the server has counted them, and its pieces until then.
+    """An answer, built from the events of a stream.
 
-    thoughts: how many pieces have reasoning.
+    Attributes:
+        drawn: number of its tokens as reported by the server; until then, the number of deltas.
+        thoughts: number of deltas with reasoning.
     """
 
     finish: FinishReason | None = None
@@ -27,8 +29,11 @@ class RemoteAnswer:
     _calls: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def push(self, event: dict[str, Any]) -> Pieces:
-        """Takes an event; what it adds. Raises TypeError, ValueError, LookupError or AttributeError for another
-        format."""
+        """Add an event, and return its text by kind.
+
+        Raises:
+            TypeError, ValueError, LookupError, AttributeError: the event has another format.
+        """
         pieces: Pieces = []
         for choice in (event.get("choices") or [])[:1]:
             delta = choice.get("delta") or {}
@@ -43,12 +48,12 @@ class RemoteAnswer:
             finish = choice.get("finish_reason")
             if finish is not None:
                 self.finish = finish if finish in ("length", "tool_calls") else "stop"
-                self.drawn = max(self.drawn, 1)  # its end is a token
+                self.drawn = max(self.drawn, 1)  # the end token counts
         self._count(event.get("usage"))
         return [(kind, text) for kind, text in pieces if text]
 
     def message(self) -> tuple[Message, list[str]]:
-        """The answer as a message; calls are in it where it has ended, for half of one is none."""
+        """Return the answer as a message. Tool calls are included only if the answer is complete."""
         calls = [_sound_call(self._calls[index]) for index in sorted(self._calls)] if self.finish else []
         content, reasoning = _sound(self._content), _sound(self._reasoning)
         return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
@@ -72,7 +77,7 @@ class RemoteAnswer:
 
 
 def _sound(text: str) -> str:
-    """The text with the halves of characters joined that came apart, and without those that have no other."""
+    """Join halves of surrogate pairs that arrived separately, and replace halves without a counterpart."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

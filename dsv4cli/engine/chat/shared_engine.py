@@ -1,4 +1,4 @@
-"""An engine that several threads share: their requests run in one batch, and no thread is set aside for it."""
+"""An engine that several threads share: their requests run in one batch, without a dedicated thread."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ from dsv4cli.errors import UsageError
 class SharedEngine:
     """An engine for several threads.
 
-    A thread that waits for its tokens runs the next step for all requests, and leaves the tokens of other requests to
-    their threads. Requests beyond the engine's slots wait in the engine's queue.
+    A thread that waits for its tokens runs the next step for all requests, and stores the tokens of other requests for
+    their threads. Requests that exceed the engine's slots wait in the engine's queue.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -36,7 +36,7 @@ class SharedEngine:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep other threads from using the model meanwhile."""
+        """Keep other threads from using the model inside the block."""
         with self._lock:
             while self._cancelled:
                 self._remove(self._cancelled.popleft())
@@ -49,8 +49,10 @@ class SharedEngine:
             self._arrived[request] = deque()
 
     def next_tokens(self, request: Request) -> list[Token]:
-        """Return what the next step drew for a request; nothing for a step of its prompt. Raises the error that ended
-        the request, which may come from a step that another thread ran."""
+        """Return the tokens that the next step sampled for a request, none for a prefill step.
+
+        Raises the error that ended the request, which may come from a step that another thread ran.
+        """
         with self.alone():
             arrived = self._arrived[request]
             while not arrived:
@@ -61,24 +63,26 @@ class SharedEngine:
         return first
 
     def cancel(self, request: Request) -> None:
-        """End a request before the next step. Takes no lock: the garbage collector, which ends replies that were left,
-        may run in the middle of a step."""
+        """End a request before the next step.
+
+        It takes no lock, because the garbage collector may call it in the middle of a step, to end an abandoned reply.
+        """
         self._cancelled.append(request)
 
     def close(self) -> None:
         """End all requests with an error and free the cache."""
         with self.alone():
-            self._end_all(UsageError("this model has been closed", "make another Model"))
+            self._end_all(UsageError("this model has been closed", "create another Model"))
             self.engine.forget()
 
     def _step(self) -> None:
         try:
             results = self.engine.step()
-        except Exception as error:  # noqa: BLE001 - raised again, in each thread that waits
+        except Exception as error:  # noqa: BLE001 - raised again in each waiting thread
             self._end_all(error)
             return
         for result in results:
-            if result.request in self._arrived:  # a step that was launched early may have one that was cancelled
+            if result.request in self._arrived:  # a step launched ahead may include a cancelled request
                 self._arrived[result.request].append(result.tokens)
 
     def _end_all(self, error: Exception) -> None:
@@ -92,7 +96,7 @@ class SharedEngine:
 
 
 class SharedConversation(Conversation):
-    """One conversation of several on a shared engine."""
+    """A conversation on a shared engine."""
 
     def __init__(self, shared: SharedEngine, dialogue: Dialogue, limits: Limits, device: torch.device | str) -> None:
         super().__init__(shared.model, dialogue, limits, device, engine=shared.engine)

@@ -1,10 +1,10 @@
-"""How long an answer may think: when the engine ends the thinking itself, so that there is an answer; no torch."""
+"""Limits on thinking: the engine ends the thinking itself, so that tokens remain for an answer. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-# the share of an answer's tokens that is kept for what comes after the thinking, and the most that is
+# 1/4 of an answer's tokens, at most 512, are reserved for the text after the thinking
 ANSWER_SHARE = 4
 MOST_KEPT = 512
 
@@ -13,10 +13,14 @@ Closed = Literal["", "budget", "room", "end"]
 
 @dataclass
 class Thinking:
-    """Follows the tokens of an answer; `inside` while it thinks.
+    """A `Constraint` that limits the thinking of an answer.
 
-    room: the most tokens of the answer. budget: of its thinking. closed: why the engine has ended the thinking: its
-    budget was used up, or the room nearly, or the model ended its answer inside.
+    Attributes:
+        inside: whether the answer is thinking now.
+        room: the most tokens of the answer, including its thinking.
+        budget: the most tokens of its thinking, None for no limit.
+        closed: why the engine ended the thinking: "budget" is used up, "room" is nearly used up, or the model "end"ed
+            its answer while thinking.
     """
 
     inside: bool
@@ -33,7 +37,7 @@ class Thinking:
         self._just_closed = False
 
     def forced(self) -> int | None:
-        """The token that must come next, if any."""
+        """Return the token that must come next, if any."""
         if not self.inside:
             return None
         if self.budget is not None and self._tokens >= self.budget:
@@ -41,19 +45,19 @@ class Thinking:
         return self._close("room") if self._tokens >= self._most else None
 
     def banned(self) -> tuple[int, ...]:
-        """The tokens that must not come next: an answer does not end where the engine has begun it."""
+        """Return the tokens that must not come next: no end token directly after thinking that the engine ended."""
         return self.eos if self._just_closed else ()
 
     def masks(self, drafts: Sequence[int]) -> tuple[()]:
-        """No others."""
+        """Return no masks."""
         return ()
 
     def instead(self, token: int) -> int | None:
-        """What to take for a token that was drawn, if not the token itself."""
+        """Return the end-of-thinking token in place of an end token inside the thinking; None to keep the token."""
         return self._close("end") if self.inside and token in self.eos else None
 
     def push(self, token: int) -> None:
-        """Counts a token of the answer."""
+        """Count a token of the answer."""
         self._just_closed = self.inside and token == self.think_end and bool(self.closed)
         self._tokens += 1
         self.inside = self.inside and token != self.think_end

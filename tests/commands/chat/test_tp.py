@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_ends_the_conversation(tmp_path, moment):
     assert program.returncode == 1
     assert err.splitlines()[-2:] == [
         "error: rank 1 was killed by SIGKILL",
-        "→ dsv4 chat --continue goes on after the last finished turn",
+        "→ dsv4 chat --continue resumes after the last finished turn",
     ]
 
 

@@ -89,7 +89,7 @@ def test_thinking_is_kept_whatever_a_server_calls_it(chat, server, field):
 def test_a_budget_of_thinking_goes_to_dsv4_serve_alone(chat, server):
     done = chat("a", options=("--think", "high", "--think-budget", "50"))
     assert (done.code, server.bodies) == (2, [])
-    assert "is no dsv4 serve, and knows no budget of thinking" in done.err
+    assert "is not dsv4 serve, and has no thinking budget" in done.err
     server.models[0]["owned_by"] = "dsv4"
     assert chat("a", options=("--think", "high", "--think-budget", "50")).code == 0
     assert server.bodies[0]["thinking"] == {"type": "enabled", "budget_tokens": 50}
@@ -127,17 +127,17 @@ def test_a_call_that_was_carried_out_stays_where_the_server_is_busy_then(chat, s
 
 
 REFUSALS = (
-    (Says(status=503, message="full", headers={"Retry-After": "7"}), "is busy: full\n→ ask again in 7 s"),
-    (Says(status=429, message="slow down"), "is busy: slow down\n→ ask again in a moment"),
-    (Says(status=400, message="no \x1b[31mroom"), "refuses this (400): no \\x1b[31mroom\n"),
-    (Says(status=403, message="ask as localhost"), "refuses this (403): ask as localhost"),
+    (Says(status=503, message="full", headers={"Retry-After": "7"}), "is busy: full\n→ try again in 7 s"),
+    (Says(status=429, message="slow down"), "is busy: slow down\n→ try again in a moment"),
+    (Says(status=400, message="no \x1b[31mroom"), "rejects the request (400): no \\x1b[31mroom\n"),
+    (Says(status=403, message="ask as localhost"), "rejects the request (403): ask as localhost"),
     (Says(status=404, message="no such model"), "has no /v1/chat/completions: no such model"),
     (Says(status=500, message="out of luck"), "has failed (500): out of luck"),
     (Says(status=307, headers={"Location": "https://elsewhere"}), "redirects to https://elsewhere"),
-    (Says(cut=0), "the connection ended before the answer did"),
-    (Says(damage="{nothing"), "does not answer as OpenAI's API does"),
-    (Says(damage="[1]"), "does not answer as OpenAI's API does"),
-    (Says(damage='{"choices": [7]}'), "does not answer as OpenAI's API does"),
+    (Says(cut=0), "the connection closed before the answer was complete"),
+    (Says(damage="{nothing"), "does not respond as OpenAI's API does"),
+    (Says(damage="[1]"), "does not respond as OpenAI's API does"),
+    (Says(damage='{"choices": [7]}'), "does not respond as OpenAI's API does"),
     (Says(damage='{"error": {"message": "no memory"}}'), "has failed: no memory"),
 )
 
@@ -152,8 +152,8 @@ def test_a_question_without_an_answer_is_taken_back(chat, server, says, words):
 
 
 LOST = (
-    (Says(["Half ", "an ", "answer"], cut=3), "the connection ended before the answer did"),
-    (Says(["Half ", "an "], damage="{nothing"), "does not answer as OpenAI's API does"),
+    (Says(["Half ", "an ", "answer"], cut=3), "the connection closed before the answer was complete"),
+    (Says(["Half ", "an "], damage="{nothing"), "does not respond as OpenAI's API does"),
     (Says(["Half ", "an "], damage='{"error": {"message": "no memory"}}'), "has failed: no memory"),
 )
 
@@ -164,7 +164,7 @@ def test_what_came_of_an_answer_stays(chat, server, tmp_path, says, words):
     file = tmp_path / "talk.json"
     done = chat("one", options=("--session", str(file)))
     assert (done.code, done.out) == (6, "Half an \n")
-    assert f"{words}: what came is kept\n→ /retry asks again" in done.err
+    assert f"{words}: the part that arrived is kept\n→ /retry asks again" in done.err
     assert conversation(file) == [user("one"), assistant("Half an ")]
     assert chat("/retry", options=("--session", str(file))).out == "Whole.\n"
     assert spoken(server.bodies[1]) == [("user", "one")]
@@ -174,7 +174,7 @@ def test_an_answer_that_was_lost_is_said_once(chat, server):
     server.script = [Says(["Half", "!"], cut=2), Says(["Whole."])]
     done = chat("one", "two")
     assert done.out == "Half\nWhole.\n"
-    assert done.err.count("what came is kept") == 1
+    assert done.err.count("the part that arrived is kept") == 1
 
 
 def test_a_server_may_say_nothing_of_the_end(chat, server):
@@ -196,9 +196,9 @@ def test_a_key_is_asked_for_read_from_a_file_and_sent(chat, server, tmp_path):
     key = tmp_path / "key"
     done = chat("a")
     assert (done.code, done.out) == (6, "")
-    assert "asks for an API key\n→ write the key into a file, and name it with --api-key-file" in done.err
+    assert "requires an API key\n→ write the key to a file, and pass it with --api-key-file" in done.err
     key.write_text("wrong\n")
-    assert "does not accept this API key" in chat("a", options=("--api-key-file", str(key))).err
+    assert "rejects this API key" in chat("a", options=("--api-key-file", str(key))).err
     key.write_text("s3cret\nmore\n")
     assert chat("a", options=("--api-key-file", str(key))).out == "Yes.\n"
     key.write_text("\n")
@@ -211,19 +211,19 @@ def test_a_key_is_asked_for_read_from_a_file_and_sent(chat, server, tmp_path):
 def test_what_is_no_address(dsv4, url):
     done = dsv4("chat", "--url", url, stdin=b"a\n")
     assert done.code == 2
-    assert "is no address of a server\n→ write it as http://localhost:8000" in done.err
+    assert "is not the URL of a server\n→ write it as http://localhost:8000" in done.err
 
 
 def test_nobody_is_there(dsv4, server):
     server.stop()
     done = dsv4("chat", "--url", server.url, stdin=b"a\n")
     assert done.code == 6
-    assert f"no server answers at {server.url}: Connection refused\n→ start one with dsv4 serve" in done.err
+    assert f"cannot reach a server at {server.url}: Connection refused\n→ start one with dsv4 serve" in done.err
 
 
 def test_nobody_can_have_this_name(dsv4):
     done = dsv4("chat", "--url", f"http://{'a' * 70}:1", stdin=b"a\n")
-    assert (done.code, "no server answers at http://aaaa" in done.err) == (6, True)
+    assert (done.code, "cannot reach a server at http://aaaa" in done.err) == (6, True)
 
 
 def test_an_address_may_end_with_v1(dsv4, server):
@@ -257,7 +257,7 @@ def test_a_server_that_never_counts_is_asked_once_and_a_line_says_so(chat, serve
     server.count_after.clear()
     done = chat("x" * CONTEXT, "y", "/context")
     assert (done.out, server.counted) == ("Yes.\nYes.\n", 1)
-    words = f"warning: {server.url} has not answered /tokenize within 0.1 s: tokens are not counted"
+    words = f"warning: {server.url} did not respond to /tokenize within 0.1 s: tokens are not counted"
     assert done.err.count(words) == 1
     assert len(server.bodies) == 2
 

@@ -133,7 +133,7 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
 def test_one_process_writes_a_file(dsv4, prompts, out):
     file = AnswerFile(out)
     done = dsv4("run", "--prompts", prompts, "--out", str(out), *SHORT)
-    assert (done.code, f"error: another process writes to {out}" in done.err) == (2, True)
+    assert (done.code, f"error: another process is writing to {out}" in done.err) == (2, True)
     file.close()
 
 

@@ -441,7 +441,7 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
             with pytest.raises(type(wrong)) as caught:
                 drain(one.reply(second, SEEDED))
         if isinstance(wrong, NotEnoughMemory):
-            assert caught.value.remedy == "leave out earlier messages, or wait"
+            assert caught.value.remedy == "remove earlier messages, or wait"
             assert held(one) == (0, 0)
         assert drawn(ask(one, second)[0]) == fresh(second)
     assert held(one) == (0, 0)
@@ -512,14 +512,14 @@ def test_a_full_context_says_what_to_leave_out():
     error = caught.value
     assert (error.tokens, error.context) == (one.tokens(messages), 300)
     assert error.messages_to_drop == one.messages_to_drop(messages) > 0
-    assert f"leave out the first {error.messages_to_drop} messages" in error.remedy
+    assert f"remove the first {error.messages_to_drop} messages" in error.remedy
     rest = [SYSTEM, *messages[1 + error.messages_to_drop :]]
     assert rest[1]["role"] == "user"
     assert one.messages_to_drop(rest) == 0
     assert one.tokens(rest) <= 300 * 3 / 4 < one.tokens([SYSTEM, *messages[error.messages_to_drop - 1 :]])
     assert drain(one.reply(rest, SEEDED))[0].finish
     assert one.messages_to_drop([SYSTEM, user("x" * 400)]) == -1
-    with pytest.raises(ContextFull, match="room for 299") as caught:
+    with pytest.raises(ContextFull, match="the context limit is 300 tokens") as caught:
         one.reply([user("x" * 400)], SEEDED)
     assert caught.value.remedy == "shorten the last message, or raise --max-context"
     assert ContextFull(9, 8, -1, longest=8).remedy == "shorten the last message"

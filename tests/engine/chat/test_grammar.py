@@ -281,7 +281,7 @@ LOOKING = {"type": "string", "pattern": "(?=x)a"}
         ({"properties": {"a": {"const": 2**70}}}, "at #/properties/a: const has the number 1180591620717411303424"),
         ({"oneOf": [{"const": 1}, {"minimum": 1}]}, "at #: alternatives 0 and 1 of oneOf can both match"),
         ({"items": {"$ref": "https://a.example/b"}},
-         "at #/items: https://a.example/b is not in the schema, and nothing is fetched"),
+         "at #/items: https://a.example/b is not in the schema, and external references are not loaded"),
         ({"type": "string", "pattern": r"\bfoo"}, r"at #: \b and other look-around are not supported in regex /\bfoo/"),
         ({"minimum": "1"}, "Expected a number for 'minimum', got \"1\""),
     ],
@@ -297,12 +297,12 @@ def test_a_schema_that_cannot_be_names_the_place(schema, message, small):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        (AnswerForm("regex", "(a"), "the grammar cannot be read: unclosed group"),
-        (AnswerForm("regex", "(?=a)b"), "the grammar cannot be read: look-around"),
+        (AnswerForm("regex", "(a"), "invalid grammar: unclosed group"),
+        (AnswerForm("regex", "(?=a)b"), "invalid grammar: look-around"),
         (AnswerForm("regex", ""), "the grammar allows no answer"),
-        (AnswerForm("lark", "start: foo"), 'the grammar cannot be read: at 1(8): unknown name: "foo"'),
-        (AnswerForm("lark", 'begin: "a"'), "the grammar cannot be read: no start rule found"),
-        (AnswerForm("lark", "start: <|x|>"), 'the grammar cannot be read: at 1(8): unknown special token: "<|x|>"'),
+        (AnswerForm("lark", "start: foo"), 'invalid grammar: at 1(8): unknown name: "foo"'),
+        (AnswerForm("lark", 'begin: "a"'), "invalid grammar: no start rule found"),
+        (AnswerForm("lark", "start: <|x|>"), 'invalid grammar: at 1(8): unknown special token: "<|x|>"'),
         (
             AnswerForm("lark", 'start: %json {"items": {"const": -9223372036854775808}}'),  # it would end the process
             "the schema in the grammar at #/items: const has the number -9223372036854775808",
@@ -440,5 +440,5 @@ def test_without_the_library_the_error_says_how_to_install_it(small, monkeypatch
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     with pytest.raises(UsageError) as caught:
         small.reply(thinking=False, form=SHAPE)
-    assert caught.value.message == "a grammar needs llguidance, which is not installed"
+    assert caught.value.message == "grammars require llguidance, which is not installed"
     assert caught.value.remedy == "install it: pip install 'dsv4[grammar]'"

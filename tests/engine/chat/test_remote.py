@@ -107,7 +107,7 @@ def test_cached_tokens_are_not_read(server):
 @pytest.mark.parametrize("models", [[], [{}], ["x"], None])
 def test_a_server_that_names_no_model(server, models):
     server.models = models
-    with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
+    with pytest.raises(ServerError, match="does not respond as OpenAI's API does"):
         conversation(server)
 
 
@@ -116,7 +116,7 @@ def test_a_server_that_counts_in_another_format(server, monkeypatch, counted):
     monkeypatch.setattr(ApiClient, "post", lambda *_: counted)
     one = conversation(server)
     for ask in (lambda: one.tokens([user("x")]), lambda: one.text_ids("x")):
-        with pytest.raises(ServerError, match="does not answer as OpenAI's API does"):
+        with pytest.raises(ServerError, match="does not respond as OpenAI's API does"):
             ask()
 
 
@@ -124,7 +124,7 @@ def test_who_listens_and_says_nothing_is_no_server(monkeypatch):
     monkeypatch.setattr(api_client, "LONGEST_WAIT", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         client = ApiClient(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        with pytest.raises(ServerError, match=r"no server answers at .*: timed out"):
+        with pytest.raises(ServerError, match=r"cannot reach a server at .*: timed out"):
             client.get("/v1/models")
 
 

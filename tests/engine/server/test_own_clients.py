@@ -55,7 +55,7 @@ def test_a_terminal_carries_out_the_calls_that_the_server_streams(chat, nano, tm
 def test_what_the_server_refuses_is_said_and_the_conversation_goes_on(chat):
     done = chat("x" * 60000, "What is 17 + 25?")
     assert (done.code, done.out) == (6, "17 + 25 = 42.\n")
-    assert "refuses this (400): " in done.err
+    assert "rejects the request (400): " in done.err
 
 
 @pytest.mark.slow
