@@ -87,7 +87,7 @@ def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
     assert (done.code, json.loads(done.out)["failed"]) == (1, ["gate_up: ValueError: no registers left"])
     assert "no registers left" in done.err
     says(code=1)
-    assert "has ended with code 1" in dsv4(*WARM).err
+    assert "exited with code 1" in dsv4(*WARM).err
 
 
 @pytest.mark.parametrize(
