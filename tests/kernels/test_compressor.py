@@ -128,9 +128,8 @@ def lengths(split: list[list[int]]) -> list[int]:
 @pytest.mark.parametrize(
     ("kind", "split"),
     [
-        *((KINDS[0], split) for split in (SPLITS[0], SPLITS[2])),
+        *((KINDS[0], split) for split in SPLITS),
         *((kind, SPLITS[0]) for kind in KINDS[1:]),
-        *slow_rows(*((KINDS[0], split) for split in (SPLITS[1], SPLITS[3]))),
         *slow_rows(*((kind, split) for kind in KINDS[1:] for split in SPLITS[1:])),
     ],
     ids=str,
