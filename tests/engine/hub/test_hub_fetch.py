@@ -17,6 +17,7 @@ from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.engine.hub.selection import Selection
 from dsv4cli.engine.hub.xet import PAGE, written
 from tests.support.hub_server import HubServer, point_at
+from tests.support.slow import slow
 
 CONTENT = random.Random(0).randbytes(600_000)
 HASTY = RetryPolicy(first_wait=0.001, longest_wait=0.004, stall=0.4)
@@ -119,6 +120,7 @@ def test_the_plain_way_takes_over_from_a_failing_xet(hub, xet, folder):
     assert (download(folder), stand_in.calls, hub.sent) == ("fetched", 1, len(CONTENT))
 
 
+@pytest.mark.parametrize("folder", ["cache", *slow("folder")], indirect=True)
 def test_the_plain_way_continues_what_xet_left_standing(hub, xet, folder):
     stand_in = xet(hangs)
     assert (download(folder), stand_in.calls, hub.sent) == ("fetched", 1, len(CONTENT) - 400_000)
@@ -151,6 +153,7 @@ def test_an_unfinished_file_of_a_dead_process_is_continued(hub, xet, folder, tmp
     assert (hub.sent, stand_in.calls) == ((len(CONTENT) - sound, 0) if sound else (0, 1))
 
 
+@pytest.mark.parametrize("folder", ["cache", *slow("folder")], indirect=True)
 def test_an_unfinished_file_of_a_living_process_is_left_alone(hub, xet, folder):
     xet(delivers(CONTENT))
     plan = job.plan("org/name", None, Selection(), folder, HASTY)
@@ -227,6 +230,7 @@ def test_files_of_the_same_content(hub, folder):
     assert {name: (plan.destination.folder / name).read_bytes() for name in files} == files
 
 
+@pytest.mark.parametrize("folder", ["cache", *slow("folder")], indirect=True)
 def test_a_trickle_is_given_up(hub, folder):
     """A connection that stays open and delivers a few bytes a second is cut, and the rest asked for anew."""
     hub.add("org/name", {"weights.bin": CONTENT})

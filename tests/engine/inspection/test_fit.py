@@ -168,7 +168,7 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-FEW = ("attention", "decoding", "head")
+FEW = ("attention", "decoding")
 
 
 @pytest.mark.parametrize("case", slow_except(FEW, STEPS))

@@ -100,6 +100,7 @@ def test_a_rank_that_fails_ends_with_its_own_code(monkeypatch, error, code):
     assert given == [code, error]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_lets_go_of_nothing(tmp_path):
     """A graph that goes waits for its step, and the step for a rank that may be gone."""
     script = (

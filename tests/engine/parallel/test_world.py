@@ -31,6 +31,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.drafting import mtp_logits
+from tests.support.slow import slow
 from tests.support.speculation import model_of
 
 NANO = resolve_model("nano")
@@ -89,8 +90,8 @@ def logits_of(model, ids):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("divides", [False, True], ids=["all rows", "shares"])
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("divides", [*slow(False), True], ids=["all rows", "shares"])
+@pytest.mark.parametrize("size", [2, *slow(4)])
 def test_ranks_give_the_logits_of_one(size, divides, tmp_path):
     tensors = list(random_tensors(SPECS.values(), 0, CONFIG.n_routed_experts))
 

@@ -102,6 +102,7 @@ def test_all_operations_of_half_a_model_are_right(tokens):
         assert one.timing, (one.case.name, one.wrong, one.skipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "formats", [Formats("bf16", "bf16"), pytest.param(Formats("f32", "fp8", "f32"), marks=pytest.mark.slow)]
 )
@@ -223,6 +224,7 @@ def test_cases_are_chosen_before_anything_is_made(tokens, monkeypatch):
     assert select_cases(bench(tokens=tokens), ["gemm"])
 
 
+@pytest.mark.slow
 def test_a_large_case_allocates_nothing(monkeypatch):
     monkeypatch.setattr(BenchmarkInputs, "weight", lambda *_: pytest.fail("drawn"))
     big = bench("pro", tokens=1)

@@ -119,7 +119,7 @@ def counted(nano, path, body):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/chat/completions", asking("What is 17 + 25?", n=3)),
+        ("/v1/chat/completions", asking("What is 17 + 25?", n=2)),
         ("/v1/chat/completions", asking("What is 17 + 25?", stop=["5"])),  # drafts draw beyond the stop text
         *slow_rows(
             ("/v1/completions", {"prompt": ["2 + 3", "2 + 4"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 4})
@@ -134,7 +134,7 @@ def test_metrics_count_the_tokens_of_the_usage(nano, path, body):
 
 
 def test_metrics_count_cached_tokens_once_for_all_answers(nano):
-    body = asking("Which of these is larger: 17 + 25 or 18 + 23?", n=3)
+    body = asking("Which of these is larger: 17 + 25 or 18 + 23?", n=3, max_tokens=4)
     counted(nano, "/v1/chat/completions", body)
     usage, metrics = counted(nano, "/v1/chat/completions", body)
     assert metrics == usage

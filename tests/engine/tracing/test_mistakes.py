@@ -199,7 +199,6 @@ MISTAKES: dict[str, Mistake] = {
         KNOWN["overlap dropped at chunk borders"],
         prompt=FEW,
         chunk=18,
-        always=True,
     ),
     "ape missing": Mistake("layer 2, attention, compressed entries", KNOWN["ape missing"]),
     # ATOM 0bb75144e: GSM8K 0.88 -> 0.32

@@ -193,6 +193,7 @@ def test_a_host_without_room_is_refused(monkeypatch):
         loaded(TINY, rows=5)
 
 
+@pytest.mark.slow
 def test_host_memory_says_how_much_there_is(monkeypatch):
     expected = history(loaded(TINY, rows=5), False)
     monkeypatch.setattr(load, "free_memory", lambda device: 10**6)
@@ -225,7 +226,7 @@ def test_blocks_that_were_pinned_are_unpinned_where_one_cannot_be(monkeypatch):
     monkeypatch.setattr(offload, "pin", pin)
     monkeypatch.setattr(offload, "unpin", unpinned.extend)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    found = offload_of(loaded(BUILT_IN, rows=5))
+    found = offload_of(loaded(TINY, rows=5))
     # a device that pins
     found._row_of_expert = SimpleNamespace(is_cuda=True)
     with pytest.raises(NotEnoughMemory):

@@ -62,6 +62,7 @@ def sizes_of(name: str, ranks: int) -> RankSizes:
     return measure(table(name), 6, ranks)
 
 
+@pytest.mark.slow
 def test_the_drafter_is_what_a_model_without_it_lacks():
     config = parse_config(FLASH, "flash").without_drafter()
     assert sizes_of("flash", 1).main == measure(tensors(config, Formats()).values(), 6, 1).total
