@@ -252,13 +252,17 @@ class TestPage:
         assert server.bodies[0]["reasoning_effort"] == "none"
 
     TROUBLES = (
-        (Says(status=401), "", "The server asks for an API key. Enter it in the settings."),
+        (Says(status=401), "", "The server requires an API key. Enter it in the settings."),
         (Says(status=503, headers={"Retry-After": "7"}), "", "The server is busy. Try again in 7 s."),
-        (Says(status=400, message="no room for 9 tokens"), "", "The server refuses this: no room for 9 tokens"),
-        (Says(status=403, message="ask as localhost"), "", "The server refuses this: ask as localhost"),
+        (Says(status=400, message="no room for 9 tokens"), "", "The server rejects the request: no room for 9 tokens"),
+        (Says(status=403, message="ask as localhost"), "", "The server rejects the request: ask as localhost"),
         (Says(status=500, message="out of luck"), "", "The server has failed: out of luck"),
-        (Says(["Half ", "an"], cut=2), "Half", "The connection ended before the answer did. What came stays."),
-        (Says(["Half"], damage="{nothing"), "Half", "The server's answer is damaged."),
+        (
+            Says(["Half ", "an"], cut=2),
+            "Half",
+            "The connection closed before the answer was complete. The part that arrived is kept.",
+        ),
+        (Says(["Half"], damage="{nothing"), "Half", "The server's response is malformed."),
         (Says(["Half"], damage='{"error": {"message": "no memory"}}'), "Half", "The server has failed: no memory"),
     )
 
@@ -278,7 +282,7 @@ class TestPage:
         server.stop()
         ask(opened, "Hi")
         answered(opened)
-        assert "The server cannot be reached. See whether dsv4 serve still runs" in opened.text(".trouble")
+        assert "The server cannot be reached. Check that dsv4 serve is still running" in opened.text(".trouble")
 
     def test_a_cut_at_the_limit_is_said(self, opened, server):
         server.script = [Says(["Ye"], finish="length")]
