@@ -15,8 +15,9 @@ from dsv4cli.output import Output, counted, duration_text, size_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.check import Checked
-    from dsv4cli.engine.conversion.finish import Against, Progress
+    from dsv4cli.engine.conversion.finish import Against
     from dsv4cli.engine.conversion.verify import Verification
+    from dsv4cli.engine.system.threads import Progress
 
 SCHEMA = "dsv4.convert/1"
 # of what is wrong with an output, on a terminal

@@ -21,7 +21,6 @@ from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
-from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message, think_options, without_tools
 from dsv4cli.engine.weights.offload import ExpertOffload, offload_of
 from dsv4cli.errors import NotEnoughMemory, RankLost, UsageError
@@ -188,7 +187,7 @@ class Conversation:
             longest = self.dialogue.config.max_position_embeddings
             raise ContextFull(len(ids), self.context, self.messages_to_drop(messages), longest)
         room = max_new_tokens(ids, self.dialogue.config, self.limits)
-        thinking = self._thinking(ids, room, think_budget)
+        thinking = self.dialogue.thinking_limit(ids, room, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
         self._drafts_before = self.engine.draft_report()
         self._stopping = False
@@ -238,13 +237,8 @@ class Conversation:
                 raise RankLost(error.message, GO_ON) from None
             raise NotEnoughMemory(error.message, f"remove earlier messages, or {error.remedy}") from None
 
-    def _thinking(self, ids: list[int], room: int, budget: int | None) -> Thinking:
-        end = self.dialogue.tokenizer.token_id(tokens.THINK_END)
-        assert end is not None
-        return Thinking(self.dialogue.thinks(ids), room, budget, end, self.dialogue.config.eos_token_ids)
-
     def _turn(self, ids: list[int], sampling: Sampling, thinking: Thinking, stream: AnswerStream) -> Reply:
-        self._request = request = Request(ids, sampling, self.limits, thinking, keep=self._boundaries(ids))
+        self._request = request = Request(ids, sampling, self.limits, thinking, keep=self.dialogue.boundaries(ids))
         with self._advice():
             self._add(request)
         self.reused = request.done
@@ -275,12 +269,6 @@ class Conversation:
                     return
         self._cancel(request)
         yield answer, _pieces(stream.cut())
-
-    def _boundaries(self, ids: list[int]) -> tuple[int, ...]:
-        """Return where to store the state: before the last question, which may change, and at the end of the prompt."""
-        user = self.dialogue.tokenizer.token_id(tokens.USER)
-        question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
-        return (question, len(ids))
 
 
 def _pieces(deltas: Sequence[Delta]) -> Pieces:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import Release
@@ -57,8 +58,30 @@ class Dialogue:
         return Prompt(text, ids, lookalikes)
 
     def thinks(self, ids: Sequence[int]) -> bool:
-        """Return True if the answer to a prompt begins with thinking. Tasks and continued answers do not."""
-        return self.thinking and ids[-1] == self.tokenizer.token_id(tokens.THINK_START)
+        """Return True if the answer to a prompt begins with thinking: the prompt ends with <think>."""
+        return ids[-1] == self.tokenizer.token_id(tokens.THINK_START)
+
+    def thinking_limit(self, ids: Sequence[int], room: int, budget: int | None) -> Thinking:
+        """Return the constraint that ends an answer's thinking early enough to leave tokens for the answer itself.
+
+        Args:
+            ids: the prompt.
+            room: the most tokens of thinking and answer together.
+            budget: the most tokens of thinking, None for no limit.
+        """
+        end = self.tokenizer.token_id(tokens.THINK_END)
+        assert end is not None
+        return Thinking(self.thinks(ids), room, budget, end, self.config.eos_token_ids)
+
+    def boundaries(self, ids: Sequence[int]) -> tuple[int, int]:
+        """Return the prompt lengths at which to store the state in the prefix cache.
+
+        There are two: before the last question, which the user may replace, and at the end of the prompt. The latter
+        serves the same prompt again, and conversations that continue without the answer's thinking.
+        """
+        user = self.tokenizer.token_id(tokens.USER)
+        question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
+        return question, len(ids)
 
     def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text in a message."""

@@ -5,9 +5,10 @@ from pathlib import Path
 
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
 from dsv4cli.engine.checkpoint.layouts import recognise_stored
-from dsv4cli.engine.conversion.finish import Against, Progress, compare
+from dsv4cli.engine.conversion.finish import Against, compare
 from dsv4cli.engine.conversion.manifest import MANIFEST, Manifest, hash_files, read_manifest
 from dsv4cli.engine.conversion.verify import Verification
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import DiskError, UsageError
 from dsv4cli.harmless import shell_word
 

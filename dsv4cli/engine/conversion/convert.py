@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,10 +27,10 @@ from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
 from dsv4cli.engine.conversion.write import FileDone, carry_out, step_bytes, write_rows
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 
-Progress = Callable[[int, int], None]
 Check = Literal["sample", "full", "off"]
 # seconds of work that a rate is taken from
 TRIAL = 1.0

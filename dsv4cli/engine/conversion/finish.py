@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,10 +32,9 @@ from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.selection import renumbered
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError, UnsoundResult, UsageError
 from dsv4cli.harmless import shell_word
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

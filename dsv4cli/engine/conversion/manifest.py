@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.system.regular_files import open_file, read_bytes
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word
 
@@ -22,7 +23,6 @@ MARK = "# dsv4 convert "
 CHUNK = 1 << 22
 # how much of an output has been compared with its source, from least to most
 CHECKS = ("off", "sample", "full")
-Progress = Callable[[int, int], None]
 
 
 class Stopped(Exception):

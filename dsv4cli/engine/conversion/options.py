@@ -12,7 +12,7 @@ from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.identify import FolderIdentity
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.config.formats import FormatName
-from dsv4cli.engine.conversion.finish import Against, Progress
+from dsv4cli.engine.conversion.finish import Against
 from dsv4cli.engine.conversion.gguf.metadata import TOKENIZER
 from dsv4cli.engine.conversion.gguf.vocabulary import tokenizer_text
 from dsv4cli.engine.conversion.job import Conversion
@@ -22,6 +22,7 @@ from dsv4cli.engine.conversion.sources import source_identity
 from dsv4cli.engine.conversion.target import TargetName, choose_target
 from dsv4cli.engine.settings import parse_size
 from dsv4cli.engine.system.device import resolve_device
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import UsageError
 

@@ -1,6 +1,6 @@
 """Predicts what a conversion will round: matrices with values that the target's format cannot hold."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -15,9 +15,8 @@ from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.recode import Recipe, Recoder
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import is_exact
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.kernels.formats import FP8_BLOCK
-
-Progress = Callable[[int, int], None]
 
 
 def rounded_matrices(

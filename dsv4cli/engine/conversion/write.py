@@ -25,6 +25,7 @@ from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
 from dsv4cli.engine.conversion.recode import Recipe, Recoder
 from dsv4cli.engine.system.atomic import publish
+from dsv4cli.engine.system.threads import Progress
 
 # bytes written in one step of a worker: on a CPU its arrays stay in the second-level cache, on a GPU a step is worth
 # its transfers
@@ -32,7 +33,6 @@ CPU_STEP, GPU_STEP = 1 << 20, 1 << 26
 SCALES = 1 << 22
 # an interpreter with PyTorch, its tables, and the plan of 70,000 tensors, measured
 BASE_MEMORY = 600 * 10**6
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.checkpoint.stored import Raw
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.inspection.patterns import explain
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 
 SCHEMA = "dsv4.diff/1"
 # identical: the same bytes. equal: the same values in other bytes. zero_signs: the same but for the sign of zeros.
 # unreadable: the values of one of the two cannot be read, or the shapes differ
 MatrixVerdict = Literal["identical", "equal", "zero_signs", "different", "unreadable"]
-Progress = Callable[[int, int], None]
 # matrices that a converter may mix up
 TWINS = {".w1": ".w3", ".w3": ".w1"}
 

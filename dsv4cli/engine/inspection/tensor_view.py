@@ -1,7 +1,7 @@
 """One tensor of a checkpoint: its location, storage format and value statistics; numpy, no torch."""
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -24,9 +24,9 @@ from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFindi
 from dsv4cli.engine.inspection.checks.measure import Measurement, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics, of_values
 from dsv4cli.engine.inspection.checks.survey import statistics_section
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import UsageError
 
-Progress = Callable[[int, int], None]
 # an odd number: zero is in the middle of one
 BINS = 17
 # a histogram reaches this many times the RMS to both sides

@@ -24,7 +24,7 @@ class Choice:
     def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
         self.index, self.request = index, request
         self._metrics = service.metrics
-        self._thinks = service.thinks(plan.ids)
+        self._thinks = service.dialogue.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops, plan.shape.tools)
         self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
         self._most_calls = None if plan.shape.choice.parallel else 1

@@ -11,7 +11,6 @@ from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
-from dsv4cli.engine.text import tokens
 from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
@@ -60,19 +59,21 @@ class AnswerPlan:
                 limits,
                 constraint,
                 stop_ids=() if self.ignore_eos else None,
-                keep=_boundaries(self.ids, service),
+                keep=service.dialogue.boundaries(self.ids),
             )
             for number, constraint in enumerate(constraints)
         ]
 
     def _thinking(self, room: int, service: Service) -> Constraint | None:
-        return service.thinking(self.ids, room, self.budget) if service.thinks(self.ids) else None
+        return (
+            service.dialogue.thinking_limit(self.ids, room, self.budget) if service.dialogue.thinks(self.ids) else None
+        )
 
     def _grammar(self, service: Service) -> Grammar:
         shape = self.shape
         try:
             return service.grammars.reply(
-                thinking=service.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
+                thinking=service.dialogue.thinks(self.ids), form=shape.form, tools=shape.tools, choice=shape.choice
             )
         except UsageError as error:
             raise bad_field(shape.field, f"{error.message}; {error.remedy}") from None
@@ -118,14 +119,3 @@ def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[s
     """Return the limits of an answer: token limit, stop texts and number of reported log-probabilities."""
     usual = service.usual.limits
     return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
-
-
-def _boundaries(ids: list[int], service: Service) -> tuple[int, ...]:
-    """Return the prompt lengths at which to store the state in the prefix cache.
-
-    There are two: before the last question, which the client may replace, and at the end of the prompt. The latter
-    serves the same prompt again, and conversations that continue without the answer's thinking.
-    """
-    user = service.dialogue.tokenizer.token_id(tokens.USER)
-    question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
-    return (question, len(ids))

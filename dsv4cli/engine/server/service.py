@@ -10,7 +10,6 @@ from secrets import randbelow
 from dsv4cli.engine.chat.constraints import Without
 from dsv4cli.engine.chat.dialogue import Dialogue
 from dsv4cli.engine.chat.grammar import Grammars
-from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.server.async_engine import AsyncEngine
 from dsv4cli.engine.server.efforts import Effort
@@ -123,21 +122,6 @@ class Service:
             yield
         except TooManyTokens:
             raise self.too_long(f"more than {self.most_tokens:,}") from None
-
-    def thinking(self, ids: list[int], room: int, budget: int | None) -> Thinking:
-        """Return the constraint that ends an answer's thinking early enough to leave tokens for the answer itself.
-
-        Args:
-            room: the most tokens of thinking and answer together.
-            budget: the most tokens of thinking, None for no limit.
-        """
-        end = self.dialogue.tokenizer.token_id(tokens.THINK_END)
-        assert end is not None
-        return Thinking(self.thinks(ids), room, budget, end, self.dialogue.config.eos_token_ids)
-
-    def thinks(self, ids: list[int]) -> bool:
-        """Return True if the answer to a prompt begins with thinking."""
-        return ids[-1] == self.dialogue.tokenizer.token_id(tokens.THINK_START)
 
     def seed(self, given: int | None) -> int:
         """Return the seed of a request. One outside the valid range wraps around."""

@@ -9,6 +9,8 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 T = TypeVar("T")
+# receives how much is done and the total, in the unit of the job: bytes, tensors, tokens
+Progress = Callable[[int, int], None]
 # seconds between two reports of the count
 BEAT = 0.1
 # seconds that threads get to leave after they were called off
@@ -18,7 +20,7 @@ GRACE = 2.0
 class Meter:
     """A thread-safe counter of bytes per file, reported as one sum."""
 
-    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
+    def __init__(self, total: int, report: Progress) -> None:
         self.total = total
         self._report = report
         self._at: dict[str, int] = {}

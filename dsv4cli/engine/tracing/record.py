@@ -15,6 +15,7 @@ from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.system.regular_files import open_file
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.tracing.compare import differences
 from dsv4cli.engine.tracing.feed import format_rounding, rounding_between
 from dsv4cli.engine.tracing.judge import Noise, noise_of, save_noise
@@ -23,7 +24,7 @@ from dsv4cli.engine.tracing.passes import Pass, Plan
 from dsv4cli.engine.tracing.recording import RecordedFolder, make_folder
 from dsv4cli.engine.tracing.short_sums import short_sums_between
 from dsv4cli.engine.tracing.stages import Group
-from dsv4cli.engine.tracing.walk import Progress, Walk
+from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.errors import UsageError
 from dsv4cli.kernels import gemm
 

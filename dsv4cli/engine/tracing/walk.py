@@ -1,6 +1,6 @@
 """Runs the texts of a recording through a model in the engine's own steps, with forced tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,10 +11,8 @@ from dsv4cli.engine.runtime.orders import Followers
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.tracing.manifest import Text
-
-# called with the tokens done and the total
-Progress = Callable[[int, int], None]
 
 
 class ForcedTokens:

@@ -14,6 +14,7 @@ from torch import nn
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
 
@@ -26,8 +27,6 @@ TORCH_DTYPES = {
     "U8": torch.uint8,
     "I64": torch.int64,
 }
-# called with the bytes loaded so far and the total
-Progress = Callable[[int, int], None]
 # destination of each tensor, by name
 Destinations = Mapping[str, torch.Tensor]
 # the name of a tensor, and how many of its bytes were just loaded

@@ -15,8 +15,9 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.system.device import free_memory, step_threads
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.weights.dequantize import dequantize_weights
-from dsv4cli.engine.weights.fill import Progress, Supply, fill, local_slice, made, total_bytes
+from dsv4cli.engine.weights.fill import Supply, fill, local_slice, made, total_bytes
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide
 from dsv4cli.engine.weights.random_weights import random_tensors

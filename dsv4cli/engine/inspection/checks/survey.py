@@ -15,10 +15,10 @@ from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.inspection.checks.findings import MeasuredMatrix, ValueFinding, compare, judge
 from dsv4cli.engine.inspection.checks.measure import Measurement, sample_rows, whole_rows
 from dsv4cli.engine.inspection.checks.statistics import Statistics
+from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 
 Depth = Literal["sample", "full"]
-Progress = Callable[[int, int], None]
 ROWS: dict[Depth, Callable[[MatrixReader], Iterator[slice]]] = {"sample": sample_rows, "full": whole_rows}
 # bytes between two reports of progress
 STEP = 1 << 24
