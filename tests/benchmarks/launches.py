@@ -23,6 +23,7 @@ from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, indexer, routing
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, all_reduce, buffer_shape
 from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 from tests.support.card import CARDS, inserted
 
 Operation = Callable[[], object]
@@ -50,7 +51,7 @@ def prompt() -> Iterator[Operation]:
     yield partial(hyper_connections.connect_post_pre, *mixed, connection, _make(4096))
     up, down = _fp4(256, 2048, 4096), _fp4(256, 4096, 2048)
     chosen = _make(4096, 6, dtype=INT64), _real(4096, 6)
-    yield partial(experts.routed_experts, x, experts.ExpertWeights(*up, *down, *up), *chosen, 10.0, x.dtype == bf16)
+    yield partial(experts.routed_experts, x, experts.ExpertWeights(up, down, up), *chosen, 10.0, x.dtype == bf16)
 
 
 def every() -> Iterator[Operation]:
@@ -68,12 +69,12 @@ def every() -> Iterator[Operation]:
             all_reduce, _real(1, 4096), torch.bfloat16, SymmetricBuffers(0, buffers, _make(PROGRAMS, dtype=INT32))
         )
     plan = expert_cache.ExpertCache(*(_make(count, dtype=INT64) for count in (256, 22, 22, 1, 3)), 212, 234)
-    held, stacks = [[*_fp4(count, 2048, 4096), *_fp4(count, 4096, 2048)] for count in (44, 256)]
+    held, stacks = [[*_fp4(count, 2048, 4096)[:2], *_fp4(count, 4096, 2048)[:2]] for count in (44, 256)]
     yield partial(expert_cache.fetch, _make(1, 6, dtype=INT64), plan, held, stacks)
     for tokens in (1, 64, 4096):
-        yield partial(gemm.linear, _make(tokens, 4096), _make(1024, 4096))
+        yield partial(gemm.linear, _make(tokens, 4096), StoredMatrix(_make(1024, 4096)))
         yield partial(gemm.linear_fp32, _real(tokens, 4096), _real(1024, 4096))
-        yield partial(gemm.rounded_linear, _make(tokens, 4096), *(one[0] for one in _fp4(1, 1024, 4096)))
+        yield partial(gemm.rounded_linear, _make(tokens, 4096), _fp4(1, 1024, 4096).row(0))
     entries = indexer.IndexEntries(_make(1, 1024, dtype=INT64), _make(1, dtype=INT64), _make(1, dtype=INT64))
     queries, keys = (
         indexer.IndexQueries(_make(1, 64, 128), _make(1, 64), 1.0),
@@ -90,8 +91,8 @@ def _real(*shape: int) -> torch.Tensor:
     return _make(*shape, dtype=torch.float32)
 
 
-def _fp4(count: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return _make(count, rows, columns // 2, dtype=CODES), _make(count, rows, columns // 32, dtype=E8M0)
+def _fp4(count: int, rows: int, columns: int) -> StoredMatrix:
+    return StoredMatrix(_make(count, rows, columns // 2, dtype=CODES), _make(count, rows, columns // 32, dtype=E8M0))
 
 
 class _Scene(inputs.BenchmarkInputs):

@@ -22,6 +22,7 @@ from dsv4cli.kernels.rope import ref as rope
 from dsv4cli.kernels.routing import ref as routing
 from dsv4cli.kernels.rows import ROWS_ALIKE
 from dsv4cli.kernels.step_metadata.ref import rotation
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # one more than a product's rows, all lengths of a step that verifies drafts, the most
 COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 17, 31, ROWS_ALIKE)
@@ -42,42 +43,43 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape)
 
 
-def stored(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stored(*shape: int) -> StoredMatrix:
     """A matrix, or several, in FP8."""
     scale = torch.full((*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)), 126, dtype=torch.uint8)
-    return normal(*shape).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    return StoredMatrix(normal(*shape).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
 
 def gemms() -> dict[str, Case]:
-    x, weight, (codes, scale) = normal(ROWS_ALIKE, WIDTH), normal(100, WIDTH), stored(3 * WIDTH, WIDTH)
+    x, weight, coded = normal(ROWS_ALIKE, WIDTH), normal(100, WIDTH), stored(3 * WIDTH, WIDTH)
+    plain = StoredMatrix(weight)
     bf16 = x.bfloat16()
     groups = normal(ROWS_ALIKE, 3, WIDTH)
     return {
-        "linear": (lambda x: gemm.linear(x, weight, None), (x,)),
+        "linear": (lambda x: gemm.linear(x, plain), (x,)),
         "linear of one column": (lambda x: gemm.linear_fp32(x, weight[:1]), (x,)),
         "linear of few columns": (lambda x: gemm.linear_fp32(x, weight[:7]), (x,)),
         "linear_fp32": (lambda x: gemm.linear_fp32(x, weight), (bf16,)),
-        "rounded_linear": (lambda x: gemm.rounded_linear(x, codes, scale), (bf16,)),
-        "grouped_linear": (lambda x: gemm.grouped_linear(x, codes, scale), (groups,)),
+        "rounded_linear": (lambda x: gemm.rounded_linear(x, coded), (bf16,)),
+        "grouped_linear": (lambda x: gemm.grouped_linear(x, coded), (groups,)),
         "linears": (
-            lambda x: list(chain(*gemm.linears(x, [(codes, scale)], [(weight, None)], [weight]))),
+            lambda x: list(chain(*gemm.linears(x, [coded], [plain], [weight]))),
             (bf16,),
         ),
         "normed_linears": (
-            lambda x: list(chain(*gemm.normed_linears(x, weight[0], 1e-6, [(codes, scale)], [(weight, None)]))),
+            lambda x: list(chain(*gemm.normed_linears(x, weight[0], 1e-6, [coded], [plain]))),
             (bf16,),
         ),
     }
 
 
 def mixtures() -> dict[str, Case]:
-    parts = [part for _ in range(3) for part in stored(EXPERTS, WIDTH, WIDTH)]
-    shared = [part for _ in range(3) for part in stored(WIDTH, WIDTH)]
+    routed = [stored(EXPERTS, WIDTH, WIDTH) for _ in range(3)]
+    shared = [stored(WIDTH, WIDTH) for _ in range(3)]
     # all rows may choose one expert, and another one each: never one twice, for more than ROWS_ALIKE rows of it
     chosen, weights = torch.randint(1, EXPERTS, (ROWS_ALIKE, 2)), torch.rand(ROWS_ALIKE, 2)
     chosen[:, 0] = 0
     chosen = (chosen + 3) % EXPERTS
-    x, every, one = normal(ROWS_ALIKE, WIDTH), ExpertWeights(*parts), ExpertWeights(*shared)
+    x, every, one = normal(ROWS_ALIKE, WIDTH), ExpertWeights(*routed), ExpertWeights(*shared)
     return {
         "routed_experts": (lambda x, c, w: experts.routed_experts(x, every, c, w, 1.0, False), (x, chosen, weights)),
         "shared_expert": (lambda x: experts.shared_expert(x, one, 0.0, True), (x.bfloat16(),)),

@@ -10,6 +10,7 @@ from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.hyper_connections import Connection
 from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList
 from dsv4cli.kernels.rows import ROWS_EXACT, exact_rows, planned_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the first row of a step and how many there are: on a GPU, and interpreted, which takes long
 STEPS = [*((0, count) for count in (1, 2, 3, 5, ROWS_EXACT)), *((row, 1) for row in range(1, ROWS_EXACT))]
@@ -30,21 +31,21 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def fp8(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8(*shape: int) -> StoredMatrix:
     scale = torch.randint(118, 124, (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128)), dtype=torch.uint8)
-    return torch.randn(*shape).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    return StoredMatrix(torch.randn(*shape).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
 
-def fp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fp4(*shape: int) -> StoredMatrix:
     *stacked, rows, columns = shape
     codes = torch.randint(-128, 128, (*stacked, rows, columns // 2), dtype=torch.int8)
     scale = torch.randint(118, 124, (*stacked, rows, columns // 32), dtype=torch.uint8)
-    return codes, scale.view(torch.float8_e8m0fnu)
+    return StoredMatrix(codes, scale.view(torch.float8_e8m0fnu))
 
 
 def linears(large: bool) -> Case:
     width, rows = (4096, 1024) if large else (256, 128)
-    coded, plain, wide = [fp8(rows, width), fp8(128, width)], [(normal(64, width), None)], [normal(rows, width)]
+    coded, plain, wide = [fp8(rows, width), fp8(128, width)], [StoredMatrix(normal(64, width))], [normal(rows, width)]
     return lambda x: sum(map(tuple, gemm.linears(x, coded, plain, wide)), ()), (normal(ROWS_EXACT, width),)
 
 
@@ -57,13 +58,13 @@ def normed_linears(large: bool) -> Case:
 def grouped_linear(large: bool) -> Case:
     groups, width, rows = (8, 4096, 8192) if large else (2, 256, 256)
     coded = fp8(rows, width)
-    return lambda x: gemm.grouped_linear(x, *coded), (normal(ROWS_EXACT, groups, width),)
+    return lambda x: gemm.grouped_linear(x, coded), (normal(ROWS_EXACT, groups, width),)
 
 
 def rounded_linear(large: bool) -> Case:
     width, rows = (8192, 4096) if large else (384, 128)
     coded = fp8(rows, width)
-    return lambda x: gemm.rounded_linear(x, *coded), (normal(ROWS_EXACT, width),)
+    return lambda x: gemm.rounded_linear(x, coded), (normal(ROWS_EXACT, width),)
 
 
 def head(large: bool) -> Case:
@@ -108,13 +109,13 @@ def mixture(large: bool) -> Case:
     first, third, second = fp4(count, inner, width), fp4(count, inner, width), fp4(count, width, inner)
     own = fp8(shared_inner, width), fp8(shared_inner, width), fp8(width, shared_inner)
     half = shared_inner // 2
-    for codes, scale in own[:2]:
+    for codes, scale, _ in own[:2]:
         codes[half:], scale[-(-half // 128) :] = codes[:half].clone(), scale[: half // 128].clone()
-    codes, scale = own[2]
+    codes, scale, _ = own[2]
     codes.view(torch.uint8)[:, half:] = codes.view(torch.uint8)[:, :half] ^ 128
     scale[:, half // 128 :] = scale[:, : half // 128].clone()
-    every = ExpertWeights(*first, *second, *third)
-    shared = ExpertWeights(*own[0], *own[2], *own[1])
+    every = ExpertWeights(first, second, third)
+    shared = ExpertWeights(own[0], own[2], own[1])
     chosen = torch.stack([torch.randperm(count)[:k] for _ in range(ROWS_EXACT)])
     chosen[:, 0] = 0  # of one expert all rows, unless a row has it already
     chosen[:, 1:] = torch.stack([1 + torch.randperm(count - 1)[: k - 1] for _ in range(ROWS_EXACT)])
@@ -138,7 +139,7 @@ def best(large: bool, count: int, one: bool) -> Case:
     """one: whether all rows are of one sequence."""
     heads, width, k = (64, 128, 512) if large else (4, 32, 8)
     sequences = 1 if one else ROWS_EXACT
-    codes, scale = fp4(count, width)
+    codes, scale, _ = fp4(count, width)
     table = torch.stack([torch.randperm(count) for _ in range(sequences)])
     number = torch.arange(ROWS_EXACT)
     visible = count - ROWS_EXACT + 1 + number if one else torch.linspace(1, count, ROWS_EXACT).long()
@@ -231,7 +232,8 @@ def test_weights_are_multiplied_in_one_order(rows, columns):
     from dsv4cli.kernels.gemm.kernel.dequant import Product
     from dsv4cli.kernels.gemm.kernel.gemv import gemv_tiles
 
-    product = Product(torch.empty(rows, columns, dtype=torch.uint8, device="meta"), None, False, BF16)
+    matrix = StoredMatrix(torch.empty(rows, columns, dtype=torch.uint8, device="meta"))
+    product = Product(matrix, False, BF16)
     for products in ([product], [product] * 2):
         tiles = {gemv_tiles(torch.empty(n, 1, columns), products)._replace(tokens=0) for n in range(1, ROWS_EXACT + 1)}
         assert len(tiles) == 1

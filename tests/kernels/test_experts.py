@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
 from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts, shared_expert
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 from tests.support.slow import slow_rows
 
 # tokens, hidden width, inner width, experts, experts of a token
@@ -53,28 +55,28 @@ def large_programs(backend, monkeypatch):
 
 
 def stored(form: str, experts: int, inner: int, hidden: int) -> ExpertWeights:
-    def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def matrix(rows: int, columns: int) -> StoredMatrix:
         if form == "f32":
-            return torch.randn(experts, rows, columns) / columns**0.5, None
+            return StoredMatrix(torch.randn(experts, rows, columns) / columns**0.5)
         # codes of e2m1 have a root mean square of 2.7: about one with this scale and that width
         scale = torch.randint(121, 124, (experts, rows, columns // 32), dtype=torch.uint8)
         codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8)
-        return codes.view(torch.int8), scale.view(torch.float8_e8m0fnu)
+        return StoredMatrix(codes.view(torch.int8), scale.view(torch.float8_e8m0fnu))
 
-    return ExpertWeights(*matrix(inner, hidden), *matrix(hidden, inner), *matrix(inner, hidden))
+    return ExpertWeights(matrix(inner, hidden), matrix(hidden, inner), matrix(inner, hidden))
 
 
 def stored_once(form: str, inner: int, hidden: int) -> ExpertWeights:
     """A shared expert: matrices in FP8, fp32 or, as the tensors of one of several, FP4."""
     if form == "fp8":
 
-        def matrix(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def matrix(rows: int, columns: int) -> StoredMatrix:
             scale = torch.randint(121, 124, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8)
-            return (torch.randn(rows, columns)).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+            return StoredMatrix(torch.randn(rows, columns).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
-        return ExpertWeights(*matrix(inner, hidden), *matrix(hidden, inner), *matrix(inner, hidden))
+        return ExpertWeights(matrix(inner, hidden), matrix(hidden, inner), matrix(inner, hidden))
     weights = stored(form, 1, inner, hidden)
-    return ExpertWeights(*(tensor if tensor is None else tensor[0] for tensor in vars(weights).values()))
+    return ExpertWeights(*(matrix.row(0) for matrix in weights.matrices))
 
 
 def routes(tokens: int, experts: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,10 +94,7 @@ def slow_experts(x, weights, experts, routing, limit, round_inputs) -> torch.Ten
         row = fp8_round(row.to(x.dtype), 128) if round_inputs else row.to(x.dtype)
         return (matrix.double() @ row.double()).to(x.dtype).double()
 
-    w1, w2, w3 = (
-        dequantise(*pair)
-        for pair in ((weights.w1, weights.w1_scale), (weights.w2, weights.w2_scale), (weights.w3, weights.w3_scale))
-    )
+    w1, w2, w3 = (dequantise(weight, scale) for weight, scale, _ in weights.matrices)
     total = torch.zeros(x.shape, dtype=torch.float64)
     for token, row in enumerate(x):
         for expert, weight in zip(experts[token].tolist(), routing[token].tolist(), strict=True):
@@ -176,12 +175,12 @@ def test_fp4_experts_of_few_tokens(shape, round_inputs):
 def test_every_code_and_scale_of_fp4():
     # a token that picks one column, in a matrix whose rows begin with all codes, under scales of every size
     weights = stored("fp4", 1, 128, 128)
-    weights.w1.view(torch.uint8)[0, :, 0] = torch.arange(128, dtype=torch.uint8) * 2 + torch.arange(128) % 2
+    weights.w1.weight.view(torch.uint8)[0, :, 0] = torch.arange(128, dtype=torch.uint8) * 2 + torch.arange(128) % 2
     x = torch.zeros(2, 128, dtype=torch.bfloat16)
     x[0, 0], x[1, 1] = 1, 1
     for scale in (127 - 40, 127, 127 + 40):
-        weights.w1_scale.view(torch.uint8).fill_(scale)
-        weights.w3_scale.view(torch.uint8).fill_(254 - scale)
+        weights.w1.scale.view(torch.uint8).fill_(scale)
+        weights.w3.scale.view(torch.uint8).fill_(254 - scale)
         given = (x, weights, torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), 0.0, False)
         assert_close(routed_experts(*given), ref.routed_experts(*given).double(), False)
 
@@ -194,7 +193,7 @@ def test_shared_expert(shape, round_inputs):
     weights, x = stored_once("fp8", inner, hidden), torch.randn(tokens, hidden).bfloat16()
     y = shared_expert(x, weights, 10.0, round_inputs)
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
-    one = ExpertWeights(*(tensor[None] for tensor in vars(weights).values() if tensor is not None))
+    one = ExpertWeights(*(StoredMatrix(weight[None], scale[None]) for weight, scale, _ in weights.matrices))
     exact = slow_experts(x, one, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1), 10.0, round_inputs)
     assert_close(y, exact, round_inputs)
 
@@ -204,8 +203,8 @@ def test_shared_expert(shape, round_inputs):
 def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
     weights, x = stored_once("f32", 128, 128), torch.randn(2, 128).bfloat16()
     scale = torch.full((1, 1), 121, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    coded = {scaled: torch.randn(128, 128).to(torch.float8_e4m3fn), f"{scaled}_scale": scale}
-    weights = ExpertWeights(**{**vars(weights), **coded})
+    coded = StoredMatrix(torch.randn(128, 128).to(torch.float8_e4m3fn), scale)
+    weights = replace(weights, **{scaled: coded})
     y, expected = shared_expert(x, weights, 10.0, True), ref.shared_expert(x, weights, 10.0, True)
     # an input of w1 or w3 that is rounded, or not, by mistake is 2 ** -5.5 away
     assert_close(y, expected.double(), scaled == "w2")
@@ -239,7 +238,7 @@ def test_mixture_is_the_sum_rounded_once(shape, routed, shared, dtype, round_inp
     (experts, routing), x = routes(tokens, count, k), torch.randn(tokens, hidden).to(dtype)
     y = mixture(x, weights, one, experts, routing, 1.0, round_inputs, dtype)
     assert (y.shape, y.dtype) == (x.shape, dtype)
-    rounded = round_inputs and weights.w1_scale is not None
+    rounded = round_inputs and weights.w1.scale is not None
     total = ref.routed_experts(x, weights, experts, routing, 1.0, rounded)
     total += ref.shared_expert(x, one, 1.0, round_inputs)
     # as above, and one rounding to bf16
@@ -274,10 +273,10 @@ def test_what_one_rank_adds_of_a_mixture_is_not_rounded(shape):
 def test_one_token_adds_its_experts_in_ascending_order():
     # outputs 2 ** 30 v, -2 ** 30 v and v: only in ascending order v is not lost
     weights, x = stored("fp4", 3, 128, 128), torch.randn(1, 128).bfloat16()
-    for tensor in (tensor for tensor in vars(weights).values() if tensor is not None):
+    for tensor in (tensor for matrix in weights.matrices for tensor in matrix[:2]):
         tensor.view(torch.uint8)[1:] = tensor.view(torch.uint8)[0].clone()
-    weights.w2.view(torch.uint8)[1] ^= 0x88
-    weights.w2_scale.view(torch.uint8)[:2] += 30
+    weights.w2.weight.view(torch.uint8)[1] ^= 0x88
+    weights.w2.scale.view(torch.uint8)[:2] += 30
     y = routed_experts(x, weights, torch.tensor([[2, 0, 1]]), torch.ones(1, 3), 10.0, True)
     assert y.any()
     assert torch.equal(y, routed_experts(x, weights, torch.tensor([[2]]), torch.ones(1, 1), 10.0, True))
@@ -296,8 +295,8 @@ def test_order_of_experts_and_tokens_is_that_of_the_call():
 
 def test_experts_are_added_in_ascending_order():
     # outputs 2 ** 30, 1 and -2 ** 30: only in ascending order the one is lost
-    one = torch.ones(3, 1, 1)
-    weights = ExpertWeights(one, None, one * torch.tensor([2.0**30, 1, -(2.0**30)])[:, None, None], None, one, None)
+    one = StoredMatrix(torch.ones(3, 1, 1))
+    weights = ExpertWeights(one, StoredMatrix(torch.tensor([2.0**30, 1, -(2.0**30)])[:, None, None]), one)
     factor = torch.full((2, 3), 1 / torch.sigmoid(torch.tensor(1.0)).item())
     y = routed_experts(torch.ones(2, 1), weights, torch.tensor([[0, 2, 1], [0, 1, 2]]), factor, 0.0, False)
     assert y.flatten().tolist() == [0, 0]
@@ -305,8 +304,8 @@ def test_experts_are_added_in_ascending_order():
 
 def test_an_expert_without_tokens_is_never_read():
     weights, x = stored("f32", 3, 128, 128), torch.randn(2, 128)
-    for matrix in (weights.w1, weights.w2, weights.w3):
-        matrix[1] = float("nan")
+    for matrix in weights.matrices:
+        matrix.weight[1] = float("nan")
     experts, routing = torch.tensor([[0, 2], [2, 0]]), torch.ones(2, 2)
     assert routed_experts(x, weights, experts, routing, 10.0, False).isfinite().all()
 
@@ -362,7 +361,7 @@ def test_warps_with_rows_of_their_own_need_no_columns():
 
 def scattered(weights: ExpertWeights) -> ExpertWeights:
     """The same experts in other rows of larger stacks, whose other rows are poison."""
-    count = len(weights.w1)
+    count = weights.count
     rows = torch.randperm(2 * count + 1)[:count]
 
     def spread(matrix: torch.Tensor | None) -> torch.Tensor | None:
@@ -375,7 +374,7 @@ def scattered(weights: ExpertWeights) -> ExpertWeights:
         stack.view(torch.uint8)[rows] = matrix.view(torch.uint8)
         return stack
 
-    return ExpertWeights(*(spread(matrix) for matrix in list(vars(weights).values())[:6]), rows)
+    return ExpertWeights(*(StoredMatrix(*map(spread, matrix)) for matrix in weights.matrices), rows)
 
 
 @pytest.mark.usefixtures("backend", "large_programs")

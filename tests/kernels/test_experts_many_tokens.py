@@ -1,5 +1,7 @@
 """Routed experts for many tokens: the grouping exactly, the sums against the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -7,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dsv4cli.kernels.card import BLACKWELL, CARDS, HOPPER, described
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts import ExpertWeights, ref
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 pytest.importorskip("triton")  # what is tested here is Triton's only
 
@@ -18,28 +21,29 @@ from tests.support.slow import slow, slow_rows
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def fp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fp4(*shape: int) -> StoredMatrix:
     *lead, columns = shape
     codes = torch.randint(-128, 128, (*lead, columns // 2), dtype=torch.int8)
-    return codes, torch.randint(117, 123, (*lead, columns // 32), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    scale = torch.randint(117, 123, (*lead, columns // 32), dtype=torch.uint8)
+    return StoredMatrix(codes, scale.view(torch.float8_e8m0fnu))
 
 
-def fp8(count: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+def fp8(count: int, rows: int, columns: int) -> StoredMatrix:
     scale = torch.randint(118, 122, (count, -(-rows // 128), -(-columns // 128)), dtype=torch.uint8)
-    return torch.randn(count, rows, columns).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
+    return StoredMatrix(torch.randn(count, rows, columns).to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
 
 
-def bf16(*shape: int) -> tuple[torch.Tensor, None]:
-    return (torch.randn(shape) * shape[-1] ** -0.5).bfloat16(), None
+def bf16(*shape: int) -> StoredMatrix:
+    return StoredMatrix((torch.randn(shape) * shape[-1] ** -0.5).bfloat16())
 
 
-def fp32(*shape: int) -> tuple[torch.Tensor, None]:
-    return torch.randn(shape) * shape[-1] ** -0.5, None
+def fp32(*shape: int) -> StoredMatrix:
+    return StoredMatrix(torch.randn(shape) * shape[-1] ** -0.5)
 
 
 def stacked(stored, count: int, hidden: int, inner: int) -> ExpertWeights:
     w1, w3, w2 = stored(count, inner, hidden), stored(count, inner, hidden), stored(count, hidden, inner)
-    return ExpertWeights(*w1, *w2, *w3)
+    return ExpertWeights(w1, w2, w3)
 
 
 def routed(tokens: int, count: int, chosen: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +131,7 @@ def test_every_scale():
     weights = stacked(fp4, 1, 256, 128)
     code = torch.arange(256, dtype=torch.uint8)
     scale = code[:, None].expand(-1, 4).contiguous().view(torch.float8_e8m0fnu)
-    weights = ExpertWeights(**{**vars(weights), "w2_scale": scale[None]})
+    weights = replace(weights, w2=weights.w2._replace(scale=scale[None]))
     x, (experts, routing) = torch.randn(2, 256), routed(2, 1, 1)
     ours = many_tokens.routed_experts(x, weights, experts, routing, 7.0, False)
     expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
@@ -162,7 +166,7 @@ def test_sum_is_in_the_order_of_experts(tokens, chosen, width):
 @pytest.mark.parametrize("dtype", [BF16, *slow(FP32)])
 def test_a_mixture_is_its_parts_added_in_fp32(dtype):
     weights, x, chosen = stacked(bf16, 3, 128, 128), torch.randn(3, 128).bfloat16(), routed(3, 3, 2)
-    shared = ExpertWeights(*(part[0] for part in (*fp8(1, 128, 128), *fp8(1, 128, 128), *fp8(1, 128, 128))))
+    shared = ExpertWeights(*(fp8(1, 128, 128).row(0) for _ in range(3)))
     parts = experts_kernel.routed_experts(x, weights, *chosen, 7.0, False)
     parts += experts_kernel.shared_expert(x, shared, 7.0, True)
     assert torch.equal(experts_kernel.mixture(x, weights, shared, *chosen, 7.0, True, dtype), parts.to(dtype))
@@ -183,7 +187,7 @@ def test_what_is_refused():
     weights = stacked(fp4, 2, 192, 128)
     with pytest.raises(KernelUnsupported, match="multiples of 128"):
         many_tokens.routed_experts(x, weights, experts, routing, 7.0, True)
-    turned = ExpertWeights(**{**vars(weights), "w2": weights.w2.mT.contiguous().mT})
+    turned = replace(weights, w2=weights.w2._replace(weight=weights.w2.weight.mT.contiguous().mT))
     with pytest.raises(KernelUnsupported, match="contiguous"):
         many_tokens.routed_experts(x, turned, experts, routing, 7.0, False)
 
@@ -205,9 +209,7 @@ def test_warps_that_share_experts_in_an_interpreter(pairs):
     experts = torch.stack((torch.where(token < 97, 0, 3), torch.where(token < 65, 1, 2)), 1)
     groups = sort_by_expert.group(experts, None, count, pairs)
     tiles = (groups.order, groups.row, groups.start, groups.rows, len(groups.rows))
-    w1, w2, w3 = ((one.view(torch.int32), scale.view(torch.int32)) for one, scale in (
-        (weights.w1, weights.w1_scale), (weights.w2, weights.w2_scale), (weights.w3, weights.w3_scale)
-    ))  # fmt: skip
+    w1, w2, w3 = ((one.view(torch.int32), scale.view(torch.int32)) for one, scale, _ in weights.matrices)
     inner, outputs = torch.full((2, tokens * 2, 512), torch.nan).bfloat16()
     run(warp_specialized._warp_specialized, 3, many_tokens._inputs(x, "fp4", False), *tiles, routing, groups.turns, *w1,
         *w3, inner, 7.0, 512, 512, 2, True, pairs)  # fmt: skip
@@ -224,7 +226,7 @@ def test_warps_that_share_experts(tokens, count, triton_backend, monkeypatch):
         pytest.skip("for Hopper")
     with torch.device("cuda"):
         x, weights, chosen = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, 2 * count, 1024, 512), 2
-        weights = ExpertWeights(**{**vars(weights), "rows": torch.randperm(2 * count)[:count]})
+        weights = replace(weights, rows=torch.randperm(2 * count)[:count])
         given = routed(tokens, count, chosen)
         monkeypatch.setattr(hopper, "LEAST", 0)
         assert hopper.suits(x, weights, tokens * chosen, count)

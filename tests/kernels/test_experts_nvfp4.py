@@ -7,6 +7,7 @@ from dsv4cli.kernels import recode
 from dsv4cli.kernels.block_scale import fp8_round
 from dsv4cli.kernels.experts import ExpertWeights, ref, routed_experts, shared_expert
 from dsv4cli.kernels.gemm import linear
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 from tests.kernels.test_experts import assert_close, large_programs, routes, slow_experts, stored  # noqa: F401
 from tests.support.slow import slow
 
@@ -21,49 +22,43 @@ SHAPES = [
         for shape in [(1, 4096, 2048, 9, 6), (5, 4096, 2048, 9, 6), (64, 4096, 2048, 9, 6), (700, 4096, 2048, 9, 6)]
     ),
 ]
-NAMES = ("w1", "w2", "w3")
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 
 def as_nvfp4(weights: ExpertWeights) -> ExpertWeights:
     """The same values in NVFP4; each expert has a scale_2 of its own."""
-    made: dict[str, torch.Tensor] = {}
-    for name in NAMES:
-        codes, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
+    made = []
+    for codes, scale, _ in weights.matrices:
         parts = []
         for number, pair in enumerate(zip(codes, scale, strict=True)):
             parts.append(recode.fp4_to_nvfp4(*pair, recode.nvfp4_exponent([pair]) + number % 3))
-        made |= dict(
-            zip((name, f"{name}_scale", f"{name}_scale_2"), map(torch.stack, zip(*parts, strict=True)), strict=True)
-        )
-    return ExpertWeights(**made)
+        made.append(StoredMatrix(*map(torch.stack, zip(*parts, strict=True))))
+    return ExpertWeights(*made)
 
 
-def nvfp4(experts: int, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def nvfp4(experts: int, rows: int, columns: int) -> StoredMatrix:
     """Codes; scales from 0.4 to 1.9 with every mantissa, and subnormal ones; scale_2 of no power of two."""
     codes = torch.randint(0, 256, (experts, rows, columns // 2), dtype=torch.uint8)
     scale = torch.randint(0x2D, 0x3F, (experts, rows, columns // 16), dtype=torch.uint8)
     scale[:, :, 0] = torch.randint(1, 8, (experts, rows), dtype=torch.uint8)
     second = (torch.rand(experts) + 0.5) * columns**-0.5 / 3
-    return codes, scale.view(torch.float8_e4m3fn), second
+    return StoredMatrix(codes, scale.view(torch.float8_e4m3fn), second)
 
 
 def any_nvfp4(experts: int, inner: int, hidden: int) -> ExpertWeights:
-    w1, w2, w3 = nvfp4(experts, inner, hidden), nvfp4(experts, hidden, inner), nvfp4(experts, inner, hidden)
-    second = dict(zip(("w1_scale_2", "w2_scale_2", "w3_scale_2"), (w1[2], w2[2], w3[2]), strict=True))
-    return ExpertWeights(*w1[:2], *w2[:2], *w3[:2], **second)
+    return ExpertWeights(nvfp4(experts, inner, hidden), nvfp4(experts, hidden, inner), nvfp4(experts, inner, hidden))
 
 
-def values(codes: torch.Tensor, scale: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def values(matrix: StoredMatrix) -> torch.Tensor:
     """By the definition, in fp64: [..., N, K]."""
+    codes, scale, second = matrix
     table = torch.tensor(E2M1, dtype=torch.float64, device=codes.device)
     pairs = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
     return pairs * scale.double().repeat_interleave(16, -1) * second.double()[..., None, None]
 
 
 def widened(weights: ExpertWeights) -> ExpertWeights:
-    parts = [values(*(getattr(weights, name + part) for part in ("", "_scale", "_scale_2"))) for name in NAMES]
-    return ExpertWeights(parts[0], None, parts[1], None, parts[2], None)
+    return ExpertWeights(*(StoredMatrix(values(matrix)) for matrix in weights.matrices))
 
 
 @pytest.mark.usefixtures("backend", "large_programs")
@@ -103,11 +98,11 @@ def test_every_scale_and_every_code(tokens):
     # each token picks a column of w1; the rows have all scales but those of no number, and all codes
     weights = any_nvfp4(1, 128, 128)
     scale = torch.arange(1, 127).repeat(9)[:1024].view(1, 128, 8)
-    weights.w1_scale.view(torch.uint8).copy_(scale)
-    weights.w1.copy_((torch.arange(8192) * 37 % 256).view(1, 128, 64))
-    weights.w1_scale_2.fill_(2.0**-4)
-    weights.w3.fill_(0x22)  # all ones
-    weights.w3_scale.view(torch.uint8).fill_(0x38)
+    weights.w1.scale.view(torch.uint8).copy_(scale)
+    weights.w1.weight.copy_((torch.arange(8192) * 37 % 256).view(1, 128, 64))
+    weights.w1.scale_2.fill_(2.0**-4)
+    weights.w3.weight.fill_(0x22)  # all ones
+    weights.w3.scale.view(torch.uint8).fill_(0x38)
     x = torch.eye(128)[torch.arange(tokens) * 19 % 128].bfloat16()
     chosen = torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)
     # values up to 168: the gate is as good as open
@@ -119,10 +114,10 @@ def test_every_scale_and_every_code(tokens):
 @pytest.mark.parametrize("tokens", [0, 1, 17])
 def test_linears_and_a_shared_expert(tokens):
     every = any_nvfp4(1, 128, 256)
-    one = ExpertWeights(**{name: part if part is None else part[0] for name, part in vars(every).items()})
+    one = ExpertWeights(*(matrix.row(0) for matrix in every.matrices))
     x = torch.randn(tokens, 256).bfloat16()
-    y = linear(x, one.w1, one.w1_scale, one.w1_scale_2)
-    exact = x.double() @ values(one.w1, one.w1_scale, one.w1_scale_2).T
+    y = linear(x, one.w1)
+    exact = x.double() @ values(one.w1).T
     # fp32 sums, rounded once to bf16
     torch.testing.assert_close(y.double(), exact, rtol=2**-7, atol=1e-5)
     shared = shared_expert(x, one, 10.0, True)

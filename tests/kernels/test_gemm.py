@@ -7,6 +7,7 @@ from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, normed_linears, rounded_linear
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 from tests.kernels.rounding import FP32, assert_rounded_once
 from tests.support.slow import slow
 
@@ -23,17 +24,17 @@ TYPED = [
 WIDTHS = [65, 320, 1536]
 
 
-def weights(form: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A weight whose values are small multiples of 1/8."""
+def weights(form: str, rows: int, columns: int) -> StoredMatrix:
+    """A matrix whose values are small multiples of 1/8."""
     if form == "fp4":
         scale = torch.randint(125, 129, (rows, columns // 32), dtype=torch.uint8)
         packed = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-        return packed.view(torch.int8), scale.view(torch.float8_e8m0fnu)
+        return StoredMatrix(packed.view(torch.int8), scale.view(torch.float8_e8m0fnu))
     values = torch.randint(-8, 9, (rows, columns)).float()
     if form == "fp8":
         scale = torch.randint(124, 129, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8)
-        return values.to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu)
-    return values.to({"bf16": torch.bfloat16, "f32": torch.float32}[form]), None
+        return StoredMatrix(values.to(torch.float8_e4m3fn), scale.view(torch.float8_e8m0fnu))
+    return StoredMatrix(values.to({"bf16": torch.bfloat16, "f32": torch.float32}[form]))
 
 
 def inputs(*shape: int) -> torch.Tensor:
@@ -41,9 +42,14 @@ def inputs(*shape: int) -> torch.Tensor:
     return torch.randint(-16, 17, shape)
 
 
-def exactly(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """x @ dequantise(weight, scale).T in fp64."""
-    return x.double() @ block_scale.dequantise(weight, scale).double().T
+def values_of(matrix: StoredMatrix) -> torch.Tensor:
+    """The values of a matrix in fp64."""
+    return dequantise(matrix.weight, matrix.scale).double()
+
+
+def exactly(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """x @ values_of(matrix).T in fp64."""
+    return x.double() @ values_of(matrix).T
 
 
 @pytest.mark.usefixtures("backend")
@@ -52,10 +58,10 @@ def exactly(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -
 def test_linear_rounds_once(shape, form, dtype):
     tokens, columns, rows = shape
     x = inputs(tokens, columns).to(dtype)
-    weight, scale = weights(form, rows, columns)
-    y = linear(x, weight, scale)
+    matrix = weights(form, rows, columns)
+    y = linear(x, matrix)
     assert y.dtype == dtype
-    assert torch.equal(y, exactly(x, weight, scale).float().to(dtype))
+    assert torch.equal(y, exactly(x, matrix).float().to(dtype))
 
 
 @pytest.mark.usefixtures("backend")
@@ -66,10 +72,10 @@ def test_a_rounded_linear_rounds_its_input(shape, form, dtype):
     x = inputs(tokens, columns).to(dtype)
     # beside 449 and in its block: 17 becomes 16, 1.03 becomes 1
     x[:, :3] = torch.tensor([449.0, 17.0, 1.03]).to(dtype)
-    weight, scale = weights(form, rows, columns)
-    exact = exactly(block_scale.fp8_round(x, 128), weight, scale)
-    assert not torch.equal(exact, exactly(x, weight, scale)) or not tokens
-    y = rounded_linear(x, weight, scale)
+    matrix = weights(form, rows, columns)
+    exact = exactly(block_scale.fp8_round(x, 128), matrix)
+    assert not torch.equal(exact, exactly(x, matrix)) or not tokens
+    y = rounded_linear(x, matrix)
     assert y.dtype == dtype
     assert torch.equal(y, exact.float().to(dtype))
 
@@ -79,20 +85,20 @@ def test_a_rounded_linear_rounds_its_input(shape, form, dtype):
 @pytest.mark.parametrize("columns", [1024, 4096, 7168])  # of Flash and Pro
 def test_a_rounded_linear_of_any_numbers(columns, form, tokens):
     x = (torch.randn(tokens, columns) * torch.logspace(-4, 2, columns)).bfloat16()
-    weight, scale = weights(form, 3, columns)
+    matrix = weights(form, 3, columns)
     rounded = block_scale.fp8_round(x, 128)
-    size = rounded.double().abs() @ block_scale.dequantise(weight, scale).double().abs().T
+    size = rounded.double().abs() @ values_of(matrix).abs().T
     # bf16 tensor cores add up a few bits short of fp32 (H200: 1e-6 of the result)
-    assert_rounded_once(rounded_linear(x, weight, scale), exactly(rounded, weight, scale), size * 2.0**-19)
+    assert_rounded_once(rounded_linear(x, matrix), exactly(rounded, matrix), size * 2.0**-19)
 
 
 @pytest.mark.gpu
 def test_columns_that_fill_no_power_of_two():
     """Pro's w2 of one token: ptxas gave zeros beyond the columns that are there the codes of what it found, NaN too."""
-    weight, scale = weights("fp8", 7168, 3072)
+    matrix = weights("fp8", 7168, 3072)
     x = inputs(1, 3072).bfloat16()
-    exact = exactly(block_scale.fp8_round(x, 128), weight, scale)
-    given = [tensor.cuda() for tensor in (x, weight, scale)]
+    exact = exactly(block_scale.fp8_round(x, 128), matrix)
+    given = x.cuda(), StoredMatrix(matrix.weight.cuda(), matrix.scale.cuda())
     for _ in range(10):
         assert torch.equal(rounded_linear(*given).cpu(), exact.float().bfloat16())
 
@@ -102,10 +108,10 @@ def test_columns_that_fill_no_power_of_two():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_linear_fp32_is_not_rounded(shape, dtype):
     tokens, columns, rows = shape
-    x, (weight, _) = inputs(tokens, columns).to(dtype), weights("bf16", rows, columns)
-    y = linear_fp32(x, weight)
+    x, matrix = inputs(tokens, columns).to(dtype), weights("bf16", rows, columns)
+    y = linear_fp32(x, matrix.weight)
     assert y.dtype == torch.float32
-    assert torch.equal(y.double(), exactly(x, weight, None))
+    assert torch.equal(y.double(), exactly(x, matrix))
 
 
 @pytest.mark.usefixtures("backend")
@@ -113,8 +119,8 @@ def test_linear_fp32_is_not_rounded(shape, dtype):
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_columns_of_any_number(columns, form, tokens):
-    x, (weight, scale) = inputs(tokens, columns).bfloat16(), weights(form, 9, columns)
-    assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float().bfloat16())
+    x, matrix = inputs(tokens, columns).bfloat16(), weights(form, 9, columns)
+    assert torch.equal(linear(x, matrix), exactly(x, matrix).float().bfloat16())
 
 
 @pytest.mark.usefixtures("backend")
@@ -127,9 +133,9 @@ def test_columns_of_any_number(columns, form, tokens):
 )
 def test_grouped_linear(tokens, groups, rows, form):
     x = inputs(tokens, groups, 128).bfloat16()
-    weight, scale = weights(form, groups * rows, 128)
-    values = dequantise(weight, scale).double()
-    y = grouped_linear(x, weight, scale)
+    matrix = weights(form, groups * rows, 128)
+    values = values_of(matrix)
+    y = grouped_linear(x, matrix)
     assert y.shape == (tokens, groups, rows)
     for group in range(groups):
         exact = x[:, group].double() @ values[rows * group : rows * (group + 1)].T
@@ -145,8 +151,8 @@ def test_linears_are_the_single_ones(tokens):
     fp32 = [weights("bf16", rows, 256)[0] for rows in (9, 8, 1)]
     got = linears(x, rounded, plain, fp32)
     expected = (
-        [rounded_linear(x, *matrix) for matrix in rounded],
-        [linear(x, *matrix) for matrix in plain],
+        [rounded_linear(x, matrix) for matrix in rounded],
+        [linear(x, matrix) for matrix in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )
     assert [[y.dtype for y in ys] for ys in got] == [[y.dtype for y in ys] for ys in expected]
@@ -165,12 +171,12 @@ def test_a_program_may_take_rows_several_times(tokens, monkeypatch):
     # in fp32, which is not for tensor cores
     x = inputs(tokens, 256).float()
     for form, rows in [("fp8", 29), ("bf16", 5), ("fp4", 29), ("f32", 5), ("fp8", 13), ("fp8", 4)]:
-        weight, scale = weights(form, rows, 256)
-        assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float())
-    weight, scale = weights("fp8", 3 * 20, 256)
-    exact = dequantise(weight, scale).double().unflatten(0, (3, 20))
+        matrix = weights(form, rows, 256)
+        assert torch.equal(linear(x, matrix), exactly(x, matrix).float())
+    matrix = weights("fp8", 3 * 20, 256)
+    exact = values_of(matrix).unflatten(0, (3, 20))
     x = inputs(tokens, 3, 256).float()
-    y = grouped_linear(x, weight, scale)
+    y = grouped_linear(x, matrix)
     assert torch.equal(y, torch.einsum("tgk,gnk->tgn", x.double(), exact).float())
 
 
@@ -215,7 +221,7 @@ def test_normed_linears_are_those_of_the_norm(tokens, dtype):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_the_norm_is_rounded_once(tokens):
     x, factor = torch.randn(tokens, 320).bfloat16(), torch.randn(320).bfloat16()
-    ((y,),) = normed_linears(x, factor, 0.1, plain=[(torch.eye(320).bfloat16(), None)])[1:]
+    ((y,),) = normed_linears(x, factor, 0.1, plain=[StoredMatrix(torch.eye(320).bfloat16())])[1:]
     exact = factor.double() * x.double() / (x.double().square().mean(1, keepdim=True) + 0.1).sqrt()
     # the sum of squares, the root and two products
     assert_rounded_once(y, exact, exact.abs() * 16 * FP32)
@@ -223,20 +229,20 @@ def test_the_norm_is_rounded_once(tokens):
 
 @pytest.mark.usefixtures("backend")
 def test_linears_of_each_kind_alone():
-    x, (weight, scale) = inputs(1, 128).bfloat16(), weights("fp8", 4, 128)
-    exact = exactly(x, weight, scale).float()
-    assert torch.equal(linears(x, rounded=[(weight, scale)])[0][0], exact.bfloat16())
-    assert torch.equal(linears(x, plain=[(weight, scale)])[1][0], exact.bfloat16())
-    assert torch.equal(linears(x, fp32=[dequantise(weight, scale)])[2][0], exact)
+    x, matrix = inputs(1, 128).bfloat16(), weights("fp8", 4, 128)
+    exact = exactly(x, matrix).float()
+    assert torch.equal(linears(x, rounded=[matrix])[0][0], exact.bfloat16())
+    assert torch.equal(linears(x, plain=[matrix])[1][0], exact.bfloat16())
+    assert torch.equal(linears(x, fp32=[values_of(matrix).float()])[2][0], exact)
     assert linears(x) == ([], [], [])
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("tokens", [1, 4, 17])
 def test_tokens_may_lie_apart(tokens):
-    wide, (weight, scale) = inputs(tokens, 384).bfloat16(), weights("fp8", 3, 128)
+    wide, matrix = inputs(tokens, 384).bfloat16(), weights("fp8", 3, 128)
     x = wide[:, 128:256]
-    assert torch.equal(rounded_linear(x, weight, scale), exactly(x, weight, scale).float().bfloat16())
+    assert torch.equal(rounded_linear(x, matrix), exactly(x, matrix).float().bfloat16())
 
 
 @pytest.mark.usefixtures("backend")
@@ -244,7 +250,7 @@ def test_sums_are_taken_in_fp32():
     # in bf16 the ones would vanish beside 512
     x, weight = torch.ones(1, 65, dtype=torch.bfloat16), torch.ones(1, 65, dtype=torch.bfloat16)
     weight[0, 0] = 512
-    assert linear(x, weight).item() == 576
+    assert linear(x, StoredMatrix(weight)).item() == 576
     # and in TF32 this product would lose its last bits
     exact = 1 + 2.0**-12
     assert linear_fp32(torch.tensor([[exact]]), torch.tensor([[exact]])).item() == exact**2 - 2.0**-24
@@ -256,19 +262,19 @@ def test_fp32_is_multiplied_in_fp32(tokens):
     x, weight = torch.randn(tokens, 256), torch.randn(9, 256)
     # each of the products and sums rounds once
     error = (x.double().abs() @ weight.double().abs().T) * 256 * FP32
-    assert_rounded_once(linear_fp32(x, weight), exactly(x, weight, None), error)
+    assert_rounded_once(linear_fp32(x, weight), exactly(x, StoredMatrix(weight)), error)
 
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("byte", [0, 1, 253])
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
 def test_scales_of_any_size(form, byte):
-    x, (weight, scale) = torch.zeros(1, 128), weights(form, 1, 128)
-    weight[:] = 0
-    weight.view(torch.uint8)[0, 2] = 0x22  # FP4: 1 in columns 4 and 5; FP8: 5 / 128 in column 2
+    x, matrix = torch.zeros(1, 128), weights(form, 1, 128)
+    matrix.weight[:] = 0
+    matrix.weight.view(torch.uint8)[0, 2] = 0x22  # FP4: 1 in columns 4 and 5; FP8: 5 / 128 in column 2
     x[0, 2:5] = 0.5
-    scale.view(torch.uint8).fill_(byte)
-    assert torch.equal(linear(x, weight, scale), exactly(x, weight, scale).float())
+    matrix.scale.view(torch.uint8).fill_(byte)
+    assert torch.equal(linear(x, matrix), exactly(x, matrix).float())
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -280,22 +286,22 @@ def test_a_gpu_without_fp8_gives_the_same(tokens, monkeypatch):
         monkeypatch.setattr(module, "has_fp8", lambda x: False)
     x = torch.randn(tokens, 256).bfloat16()
     values = torch.arange(256, dtype=torch.uint8) & 0xBF  # every code but the largest and NaN
-    weight, scale = values.view(torch.float8_e4m3fn)[None].repeat(3, 1), weights("fp8", 3, 256)[1]
+    matrix = StoredMatrix(values.view(torch.float8_e4m3fn)[None].repeat(3, 1), weights("fp8", 3, 256).scale)
     given = block_scale.fp8_round(x, 128)
-    error = given.double().abs() @ block_scale.dequantise(weight, scale).double().abs().T * 256 * FP32
-    assert_rounded_once(rounded_linear(x, weight, scale), exactly(given, weight, scale), error)
+    error = given.double().abs() @ values_of(matrix).abs().T * 256 * FP32
+    assert_rounded_once(rounded_linear(x, matrix), exactly(given, matrix), error)
 
 
 @pytest.mark.usefixtures("triton_backend")
 def test_what_the_kernels_do_not_take():
-    weight, scale = weights("fp8", 4, 128)
+    matrix = weights("fp8", 4, 128)
     with pytest.raises(KernelUnsupported, match="consecutive columns"):
-        linear(torch.ones(128, 4).bfloat16().T, weight, scale)
+        linear(torch.ones(128, 4).bfloat16().T, matrix)
     with pytest.raises(KernelUnsupported, match="float16"):
-        linear(torch.ones(1, 128).half(), weight, scale)
+        linear(torch.ones(1, 128).half(), matrix)
     with pytest.raises(KernelUnsupported, match="up to 16384"):
-        linear(torch.ones(1, 16385).bfloat16(), torch.ones(1, 16385))
+        linear(torch.ones(1, 16385).bfloat16(), StoredMatrix(torch.ones(1, 16385)))
     with pytest.raises(KernelUnsupported, match="whole weights"):
-        linear(torch.ones(1, 64).bfloat16(), torch.ones(2, 128)[:, :64])
+        linear(torch.ones(1, 64).bfloat16(), StoredMatrix(torch.ones(2, 128)[:, :64]))
     with pytest.raises(KernelUnsupported, match="blocks of 128 columns, not 96"):
-        rounded_linear(torch.ones(1, 96).bfloat16(), *weights("fp4", 4, 96))
+        rounded_linear(torch.ones(1, 96).bfloat16(), weights("fp4", 4, 96))

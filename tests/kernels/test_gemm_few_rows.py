@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.gemm import grouped_linear, linears, normed_linears
 from dsv4cli.kernels.rows import exact_rows
-from tests.kernels.test_gemm import exactly, inputs, weights
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+from tests.kernels.test_gemm import exactly, inputs, values_of, weights
 from tests.support.slow import slow
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
@@ -41,17 +41,17 @@ def test_all_kinds_of_weights(tokens, columns, tiles, tiled):
     x, coded, plain = inputs(tokens, columns).bfloat16(), weights("fp8", 70, columns), weights("bf16", 33, columns)
     # in the block of 449 17 becomes 16
     x[:, :2] = torch.tensor([449.0, 17.0]).bfloat16()
-    rounded, same, wide = linears(x, [coded], [coded, plain], [plain[0]])
-    assert torch.equal(rounded[0], exactly(block_scale.fp8_round(x, 128), *coded).float().bfloat16())
-    assert torch.equal(same[0], exactly(x, *coded).float().bfloat16())
-    assert torch.equal(same[1], exactly(x, *plain).float().bfloat16())
-    assert torch.equal(wide[0], exactly(x, *plain).float())
+    rounded, same, wide = linears(x, [coded], [coded, plain], [plain.weight])
+    assert torch.equal(rounded[0], exactly(block_scale.fp8_round(x, 128), coded).float().bfloat16())
+    assert torch.equal(same[0], exactly(x, coded).float().bfloat16())
+    assert torch.equal(same[1], exactly(x, plain).float().bfloat16())
+    assert torch.equal(wide[0], exactly(x, plain).float())
 
 
 def test_groups():
-    x, (weight, scale) = inputs(3, 2, 256).bfloat16(), weights("fp8", 2 * 128, 256)
-    exact = dequantise(weight, scale).double().unflatten(0, (2, 128))
-    y = grouped_linear(x, weight, scale)
+    x, matrix = inputs(3, 2, 256).bfloat16(), weights("fp8", 2 * 128, 256)
+    exact = values_of(matrix).unflatten(0, (2, 128))
+    y = grouped_linear(x, matrix)
     assert torch.equal(y, torch.einsum("tgk,gnk->tgn", x.double(), exact).float().bfloat16())
 
 
@@ -59,8 +59,8 @@ def test_groups():
 def test_a_row_gets_the_bits_that_it_gets_alone(normed, tiled):
     tiled(2, 2, 1, 0)
     x, factor = (torch.randn(8, 512) * torch.logspace(-3, 2, 512)).bfloat16(), torch.randn(512).bfloat16()
-    coded = [(torch.randn(40, 512).to(torch.float8_e4m3fn), weights("fp8", 40, 512)[1])]
-    plain = [(torch.randn(20, 512).bfloat16(), None), *coded]
+    coded = [weights("fp8", 40, 512)._replace(weight=torch.randn(40, 512).to(torch.float8_e4m3fn))]
+    plain = [StoredMatrix(torch.randn(20, 512).bfloat16()), *coded]
 
     def products(rows: torch.Tensor) -> list[torch.Tensor]:
         found = normed_linears(rows, factor, 1e-6, coded, plain) if normed else linears(rows, coded, plain)
@@ -81,7 +81,7 @@ def test_registers_leave_room_for_the_programs_that_run_at_once(numbers, columns
 
     scale = torch.empty(1, 1, dtype=torch.float8_e8m0fnu)
     coded = [torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device="meta") for rows in numbers]
-    products = [Product(weight, scale, True, torch.bfloat16) for weight in coded]
+    products = [Product(StoredMatrix(weight, scale), True, torch.bfloat16) for weight in coded]
     assert few_rows_tiles(torch.empty(2, 1, columns), products).registers == registers
 
 
@@ -89,14 +89,14 @@ def test_what_is_multiplied_elsewhere():
     from dsv4cli.kernels.gemm.kernel.few_rows import takes
 
     x, fp8, bf16 = torch.ones(8, 1, 256).bfloat16(), weights("fp8", 160, 256), weights("bf16", 160, 256)
-    assert takes(x, *fp8)
-    assert takes(x, *bf16)
-    assert not takes(x, *weights("fp4", 160, 256))
-    assert not takes(x.float(), *fp8)
-    assert not takes(torch.ones(9, 1, 256).bfloat16(), *fp8)
-    assert not takes(x[..., :192], *bf16)
+    assert takes(x, fp8)
+    assert takes(x, bf16)
+    assert not takes(x, weights("fp4", 160, 256))
+    assert not takes(x.float(), fp8)
+    assert not takes(torch.ones(9, 1, 256).bfloat16(), fp8)
+    assert not takes(x[..., :192], bf16)
     # groups whose rows do not fill blocks of 128
-    assert not takes(torch.ones(2, 2, 256).bfloat16(), *bf16)
+    assert not takes(torch.ones(2, 2, 256).bfloat16(), bf16)
 
 
 def test_one_row_takes_another_way_unless_it_shall_be_exact(monkeypatch):
@@ -104,9 +104,11 @@ def test_one_row_takes_another_way_unless_it_shall_be_exact(monkeypatch):
 
     calls = []
     monkeypatch.setattr(few_rows, "multiply", lambda *given: calls.append(len(given[0])))
-    weight, scale = torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2, dtype=torch.float8_e8m0fnu)
+    matrix = StoredMatrix(
+        torch.empty(256, 256, dtype=torch.float8_e4m3fn), torch.empty(2, 2, dtype=torch.float8_e8m0fnu)
+    )
     monkeypatch.setattr("dsv4cli.kernels.gemm.kernel.gemv._launch", lambda *given: calls.append(0))
     for tokens, alike in ((1, False), (2, False), (1, True)):
         with exact_rows(alike):
-            linears(torch.ones(tokens, 256).bfloat16(), [(weight, scale)])
+            linears(torch.ones(tokens, 256).bfloat16(), [matrix])
     assert calls == [0, 2, 1]

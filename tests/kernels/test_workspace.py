@@ -11,6 +11,7 @@ from dsv4cli.kernels.dispatch import choose, use
 from dsv4cli.kernels.gemm import linear
 from dsv4cli.kernels.hyper_connections import Connection, connect_pre
 from dsv4cli.kernels.routing import route
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 from dsv4cli.kernels.workspace import Workspace, words
 
 CPU = torch.device("cpu")
@@ -103,14 +104,14 @@ def test_an_aborted_launch_leaves_the_next_numbers_right():
     exact = (x.double() @ weight.double().T).to(torch.bfloat16)
     mine, other = Workspace(), Workspace()
     with mine.current():
-        assert torch.equal(linear(x, weight), exact)
+        assert torch.equal(linear(x, StoredMatrix(weight)), exact)
     with aborted(mine):
-        linear(x, weight)
+        linear(x, StoredMatrix(weight))
         for left in mine._words.values():
             left.fill_(1)
     for workspace in (other, mine, mine):
         with workspace.current():
-            assert torch.equal(linear(x, weight), exact)
+            assert torch.equal(linear(x, StoredMatrix(weight)), exact)
     assert mine._words
 
 
@@ -144,7 +145,7 @@ def few_tokens(seed):
     return lambda: [
         *route(x, router, bias, 6, 1.5),
         *connect_pre(streams, connection),
-        linear(x, weight),
+        linear(x, StoredMatrix(weight)),
     ]
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.kernels import embedding, gemm, norm
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def unfilled() -> nn.Parameter:
@@ -27,8 +28,8 @@ class Embedding(nn.Module):
         return embedding.embed(ids, self.weight).to(self.numerics.dtype)
 
 
-class StoredMatrix(nn.Module):
-    """One matrix, or several stacked, in storage format: a weight and its format's scales (config/formats.py)."""
+class MatrixParameters(nn.Module):
+    """Parameters of one matrix, or several stacked, in storage format: a weight and its scales (config/formats.py)."""
 
     scale: nn.Parameter | None
     scale_2: nn.Parameter | None
@@ -39,32 +40,37 @@ class StoredMatrix(nn.Module):
         self.register_parameter("scale", None)
         self.register_parameter("scale_2", None)
 
+    @property
+    def matrix(self) -> StoredMatrix:
+        """The matrix as a kernel argument."""
+        return StoredMatrix(self.weight, self.scale, self.scale_2)
 
-class Linear(StoredMatrix):
+
+class Linear(MatrixParameters):
     """y = x @ W.T with a weight in any format. If the weight is quantized, the input is quantized first."""
 
     def __init__(self, numerics: Numerics) -> None:
         super().__init__()
         self.numerics = numerics
 
-    def rounding_scale(self) -> torch.Tensor | None:
-        """Return the weight's scale if the input must be rounded, else None."""
-        return self.scale if self.numerics.simulate else None
+    @property
+    def projection(self) -> gemm.Projection:
+        """This linear as an argument of `gemm.project`."""
+        rounded = self.numerics.simulate and self.scale is not None
+        return gemm.Projection(self.matrix, "rounded" if rounded else "plain")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N] for x [T, K], both in the dtype of the numerics."""
-        scale = self.rounding_scale()
-        if scale is None:
-            return gemm.linear(x, self.weight, self.scale, self.scale_2)
-        return gemm.rounded_linear(x, self.weight, scale, self.scale_2)
+        matrix, kind = self.projection
+        return gemm.rounded_linear(x, matrix) if kind == "rounded" else gemm.linear(x, matrix)
 
 
-class GroupedLinear(StoredMatrix):
+class GroupedLinear(MatrixParameters):
     """First half of the output projection: one matrix per group. The input is never quantized."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, G, N] for x [T, G, K]."""
-        return gemm.grouped_linear(x, self.weight, self.scale)
+        return gemm.grouped_linear(x, self.matrix)
 
 
 class Fp32Linear(nn.Module):
@@ -73,6 +79,11 @@ class Fp32Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = unfilled()
+
+    @property
+    def projection(self) -> gemm.Projection:
+        """This linear as an argument of `gemm.project`."""
+        return gemm.Projection(StoredMatrix(self.weight), "fp32")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return fp32 [T, N] for x [T, K]."""
@@ -94,40 +105,9 @@ class RMSNorm(nn.Module):
 
 def project(x: torch.Tensor, linears: Sequence[Linear | Fp32Linear]) -> list[torch.Tensor]:
     """Apply several linears to the same x [T, K]. For few tokens this is one launch."""
-    if any(isinstance(one, Linear) and one.scale_2 is not None for one in linears):
-        return [one(x) for one in linears]
-    kinds = _Kinds(linears)
-    return kinds.in_order(gemm.linears(x, kinds.rounded, kinds.plain, kinds.fp32))
+    return gemm.project(x, [one.projection for one in linears])
 
 
 def project_normed(x: torch.Tensor, norm: RMSNorm, linears: Sequence[Linear]) -> list[torch.Tensor]:
     """Apply several linears to norm(x), x [T, K]. For few tokens this is one launch."""
-    if any(one.scale_2 is not None for one in linears):
-        return project(norm(x), linears)
-    kinds = _Kinds(linears)
-    return kinds.in_order((*gemm.normed_linears(x, norm.weight, norm.eps, kinds.rounded, kinds.plain), []))
-
-
-class _Kinds:
-    """Linears grouped by rounding of their input and dtype of their output, as `gemm.linears` expects them."""
-
-    def __init__(self, linears: Sequence[Linear | Fp32Linear]) -> None:
-        self.rounded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.plain: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        self.fp32: list[torch.Tensor] = []
-        self._places: list[tuple[int, int]] = []  # (kind, index within the kind) of each linear
-        for one in linears:
-            scale = one.rounding_scale() if isinstance(one, Linear) else None
-            if isinstance(one, Fp32Linear):
-                self._places.append((2, len(self.fp32)))
-                self.fp32.append(one.weight)
-            elif scale is None:
-                self._places.append((1, len(self.plain)))
-                self.plain.append((one.weight, one.scale))
-            else:
-                self._places.append((0, len(self.rounded)))
-                self.rounded.append((one.weight, scale))
-
-    def in_order(self, outputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return the outputs of all kinds in the order of the linears."""
-        return [outputs[kind][number] for kind, number in self._places]
+    return gemm.project(x, [one.projection for one in linears], (norm.weight, norm.eps))

@@ -7,7 +7,7 @@ from torch import nn
 
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
-from dsv4cli.engine.model.linear import Linear, StoredMatrix, unfilled
+from dsv4cli.engine.model.linear import Linear, MatrixParameters, unfilled
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.kernels import experts, routing
@@ -57,9 +57,9 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w1 = StoredMatrix()
-        self.w2 = StoredMatrix()
-        self.w3 = StoredMatrix()
+        self.w1 = MatrixParameters()
+        self.w2 = MatrixParameters()
+        self.w3 = MatrixParameters()
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
         """Return all experts; `chosen` is ignored."""
@@ -109,7 +109,4 @@ class MoE(nn.Module):
 
 def matrices(module: Experts | SharedExpert) -> ExpertWeights:
     """Return a module's weights as the kernels expect them."""
-    w1, w2, w3 = module.w1, module.w2, module.w3
-    return ExpertWeights(
-        w1.weight, w1.scale, w2.weight, w2.scale, w3.weight, w3.scale, None, w1.scale_2, w2.scale_2, w3.scale_2
-    )
+    return ExpertWeights(module.w1.matrix, module.w2.matrix, module.w3.matrix)

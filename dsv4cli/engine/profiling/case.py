@@ -1,6 +1,6 @@
 """A benchmark case: the inputs of one operation, the call as the engine makes it, and its reference."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,9 +8,16 @@ import torch
 
 from dsv4cli.engine.profiling.bounds import Bound
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 Tensors = tuple[torch.Tensor, ...]
 Operation = Callable[..., Any]  # returns a tensor, or a tuple of tensors and None
+
+
+def stored_matrices(arguments: Sequence[torch.Tensor]) -> list[StoredMatrix]:
+    """Return the matrices whose weight, scale and scale_2 follow each other in an operation's arguments."""
+    count = len(StoredMatrix._fields)
+    return [StoredMatrix(*arguments[first : first + count]) for first in range(0, len(arguments), count)]
 
 
 @dataclass(frozen=True)

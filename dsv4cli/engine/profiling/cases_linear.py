@@ -8,7 +8,7 @@ import torch
 from dsv4cli.engine.checkpoint.values import words_of
 from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.profiling.bounds import FP32, ONE_ROUNDING
-from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work
+from dsv4cli.engine.profiling.case import Case, Competitor, Operation, Tensors, Work, stored_matrices
 from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
@@ -17,7 +17,7 @@ from dsv4cli.kernels.gemm import ref as gemm_ref
 # the same values in bf16, the dtype that torch.mm supports
 MATMUL = Competitor(
     "torch.mm bf16",
-    lambda x, weight, scale=None: (x.bfloat16(), block_scale_ref.dequantise(weight, scale).bfloat16().t()),
+    lambda x, weight, scale=None, *_: (x.bfloat16(), block_scale_ref.dequantise(weight, scale).bfloat16().t()),
     torch.mm,
 )
 
@@ -61,8 +61,8 @@ def _linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
     def build(bench: BenchmarkInputs) -> Work:
         inputs, flops = (bench.randn(tokens, columns), *bench.matrix(matrix)), 2 * tokens * rows * columns
         if scale is None:
-            return Work(inputs, gemm.linear, gemm_ref.linear, flops, rival=MATMUL)
-        return Work(inputs, gemm.rounded_linear, gemm_ref.rounded_linear, flops, rival=MATMUL)
+            return Work(inputs, _over(gemm.linear), _over(gemm_ref.linear), flops, rival=MATMUL)
+        return Work(inputs, _over(gemm.rounded_linear), _over(gemm_ref.rounded_linear), flops, rival=MATMUL)
 
     return Case(
         name,
@@ -74,6 +74,11 @@ def _linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
         build,
         quantised=scale is not None,
     )
+
+
+def _over(linear: Operation) -> Operation:
+    """Return a linear as an operation on an input and the parts of one matrix."""
+    return lambda x, *parts: linear(x, *stored_matrices(parts))
 
 
 def _fp32_linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
@@ -98,7 +103,7 @@ def _grouped(bench: BenchmarkInputs, matrix: str) -> Case:
 
     def build(bench: BenchmarkInputs) -> Work:
         inputs = (bench.randn(tokens, groups, columns), *bench.matrix(matrix))
-        return Work(inputs, gemm.grouped_linear, gemm_ref.grouped_linear, flops)
+        return Work(inputs, _over(gemm.grouped_linear), _over(gemm_ref.grouped_linear), flops)
 
     shape = f"{groups} groups of {rows // groups}x{columns} {words_of(spec)}"
     needs = bench.shapes.nbytes(filter(None, (weight, scale)))
@@ -124,10 +129,10 @@ def _together(
 
     def through(family: ModuleType) -> Operation:
         def call(x: torch.Tensor, *tensors: torch.Tensor) -> Tensors:
-            matrices, rest = tensors[: 2 * len(stored)], tensors[2 * len(stored) :]
-            pairs = list(zip(matrices[::2], matrices[1::2], strict=True))
-            rounded = [pair for pair in pairs if pair[1] is not None]
-            plain = [pair for pair in pairs if pair[1] is None]
+            first_other = len(tensors) - len(others)
+            matrices, rest = stored_matrices(tensors[:first_other]), tensors[first_other:]
+            rounded = [matrix for matrix in matrices if matrix.scale is not None]
+            plain = [matrix for matrix in matrices if matrix.scale is None]
             if norm:
                 parts = family.normed_linears(x, *rest, eps, rounded, plain)
             else:
@@ -137,8 +142,8 @@ def _together(
         return call
 
     def build(bench: BenchmarkInputs) -> Work:
-        pairs = [tensor for matrix in stored for tensor in bench.matrix(matrix)]
-        inputs = (bench.randn(tokens, columns), *pairs, *(bench.weight(other) for other in others))
+        parts = [tensor for matrix in stored for tensor in bench.matrix(matrix)]
+        inputs = (bench.randn(tokens, columns), *parts, *(bench.weight(other) for other in others))
         return Work(inputs, through(gemm), through(gemm_ref), flops)
 
     count, needs = len(stored) + len(fp32), shapes.nbytes(filter(None, (*weights, *scales, *others)))

@@ -1,13 +1,12 @@
 """Benchmark cases: the routers, the routed experts and the shared expert."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
 from dsv4cli.engine.checkpoint.values import words_of
 from dsv4cli.engine.profiling.bounds import EXPERTS, FP32
-from dsv4cli.engine.profiling.case import Case, Operation, Work
+from dsv4cli.engine.profiling.case import Case, Operation, Work, stored_matrices
 from dsv4cli.engine.profiling.inputs import DTYPE, BenchmarkInputs
 from dsv4cli.kernels import experts, routing
 from dsv4cli.kernels.experts import ExpertWeights
@@ -88,14 +87,13 @@ def _routed(bench: BenchmarkInputs) -> Case:
 
     def through(mix: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            return mix(x, _every(matrices), chosen, weights, config.swiglu_limit, quantised)
+            return mix(x, _experts(matrices), chosen, weights, config.swiglu_limit, quantised)
 
         return call
 
     def build(bench: BenchmarkInputs) -> Work:
         x, (chosen, weights) = bench.randn(tokens, config.hidden_size), bench.routes()
         matrices = [tensor for name in MATRICES for tensor in bench.experts(prefix + name)]
-        matrices += bench.second_scales(prefix + name for name in MATRICES)
         read = x.nbytes + chosen.nbytes + weights.nbytes + chosen.unique().numel() * one
         run, reference = through(experts.routed_experts), through(experts_ref.routed_experts)
         return Work((x, chosen, weights, *matrices), run, reference, flops, read)
@@ -106,10 +104,10 @@ def _routed(bench: BenchmarkInputs) -> Case:
     return Case("routed_experts", "experts", words, needs, flops, EXPERTS, build, quantised, exact=True)
 
 
-def _every(matrices: tuple[torch.Tensor, ...]) -> ExpertWeights:
-    """Return the expert weights: three matrices with their scales, followed by their scale_2 for NVFP4."""
-    second = dict(zip((f"{name}_scale_2" for name in MATRICES), matrices[6:], strict=len(matrices) > 6))
-    return replace(ExpertWeights(*matrices[:6]), **second)
+def _experts(arguments: tuple[torch.Tensor, ...]) -> ExpertWeights:
+    """Return the expert weights whose parts are these arguments."""
+    w1, w2, w3 = stored_matrices(arguments)
+    return ExpertWeights(w1, w2, w3)
 
 
 def _shared(bench: BenchmarkInputs) -> Case:
@@ -120,7 +118,7 @@ def _shared(bench: BenchmarkInputs) -> Case:
     flops = 6 * tokens * inner * config.hidden_size
 
     def through(expert: Operation) -> Operation:
-        return lambda x, *matrices: expert(x, ExpertWeights(*matrices), limit, True)
+        return lambda x, *matrices: expert(x, _experts(matrices), limit, True)
 
     def build(bench: BenchmarkInputs) -> Work:
         matrices = [tensor for name in MATRICES for tensor in bench.matrix(prefix + name)]
@@ -138,7 +136,8 @@ def _both(bench: BenchmarkInputs, routed: Case, shared: Case) -> Case:
 
     def through(mixture: Operation) -> Operation:
         def call(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, *matrices: torch.Tensor) -> object:
-            every, own = _every(matrices[:-6]), ExpertWeights(*matrices[-6:])
+            half = len(matrices) // 2
+            every, own = _experts(matrices[:half]), _experts(matrices[half:])
             return mixture(x, every, own, chosen, weights, limit, True, dtype)
 
         return call

@@ -8,6 +8,7 @@ import torch
 from dsv4cli.engine.profiling.clock import Call, time_calls
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.card import FP8, is_from
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # bytes: far larger than any cache; then the side of matrices that fill the device
 GPU_BYTES, CPU_BYTES = 2**30, 2**26
@@ -59,7 +60,7 @@ def _read_rate(source: torch.Tensor) -> float:
     calls: list[Call] = [source.sum]
     if source.is_cuda:
         matrix = source.view(torch.bfloat16).view(-1, GPU_WIDTH)
-        calls.append(lambda: gemm.linear(matrix[:1], matrix))
+        calls.append(lambda: gemm.linear(matrix[:1], StoredMatrix(matrix)))
     return source.nbytes / min(_seconds(call, source.device) for call in calls)
 
 

@@ -17,6 +17,7 @@ from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.random_weights import random_tensors
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # a step of up to this many tokens is a decode step of as many sequences; a larger one is one prompt
 MOST_SEQUENCES = 64
@@ -99,20 +100,21 @@ class BenchmarkInputs:
         ((_, values),) = random_tensors([spec], 0, self.config.n_routed_experts, self.device)
         return values.to(self.device)
 
-    def matrix(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the weight and the scale of a matrix."""
+    def matrix(self, name: str) -> StoredMatrix:
+        """Return a matrix."""
         weight, scale = self.shapes.parts(name)
-        return self.weight(weight), None if scale is None else self.weight(scale)
+        second = f"{name}.weight_scale_2"
+        return StoredMatrix(
+            self.weight(weight),
+            None if scale is None else self.weight(scale),
+            self.weight(second) if second in self.shapes.table else None,
+        )
 
-    def experts(self, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the stacked weights and scales of a matrix of all experts. `name` is the matrix of expert 0."""
-        weight, scale = self.matrix(name)
-        return self._stacked(weight), None if scale is None else self._stacked(scale)
-
-    def second_scales(self, names: Iterable[str]) -> list[torch.Tensor]:
-        """Return the scale_2 of these matrices for all experts, fp32 [E] each; empty unless the format is NVFP4."""
-        keys = [key for name in names if (key := f"{name}.weight_scale_2") in self.shapes.table]
-        return [self.weight(key).repeat(self.config.n_routed_experts) for key in keys]
+    def experts(self, name: str) -> StoredMatrix:
+        """Return a matrix of all experts, stacked. `name` is the matrix of expert 0."""
+        weight, scale, second = self.matrix(name)
+        every = None if second is None else second.repeat(self.config.n_routed_experts)
+        return StoredMatrix(self._stacked(weight), None if scale is None else self._stacked(scale), every)
 
     def _stacked(self, first: torch.Tensor) -> torch.Tensor:
         """Stack shifted copies of one expert's values: different for each expert, and fast to create."""

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dsv4cli.engine.model.linear import StoredMatrix
+from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.kernels.block_scale import dequantise
 
@@ -14,7 +14,7 @@ def dequantize_weights(model: Transformer) -> None:
     Every conversion is exact, so results keep their bits. Scales stay: a linear with a scale rounds its input.
     """
     for module in model.modules():
-        if isinstance(module, StoredMatrix):
+        if isinstance(module, MatrixParameters):
             module.weight.data = _values(module.weight.data, module.scale)
             continue
         for parameter in module.parameters(recurse=False):

@@ -22,11 +22,11 @@ from dsv4cli.engine.weights.sizes import EMBEDDING, expert_layers, expert_part, 
 from dsv4cli.kernels import expert_cache
 from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 FEWER = "use more GPUs (--tp)"
-# the parts of an expert, in the order of `ExpertWeights`
-PARTS = ("w1.weight", "w1.scale", "w2.weight", "w2.scale", "w3.weight", "w3.scale")
-SECOND_SCALES = ("w1.scale_2", "w2.scale_2", "w3.scale_2")
+# the matrices of an expert, in the order of `ExpertWeights`
+MATRICES = ("w1", "w2", "w3")
 
 
 @dataclass(frozen=True)
@@ -196,22 +196,24 @@ class LayerExperts(nn.Module):
         super().__init__()
         self.offload, self._state = experts, state
         self._host = list(experts.host[number].values())
+        self._matrices = [_matrix(name, experts.stacks) for name in MATRICES]
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
         """Return the experts. Those in `chosen`, int64 [T, k], stay on the GPU until the next call for any layer."""
-        stacks = self.offload.stacks
-        rows = expert_cache.fetch(chosen, self._state, self._host, list(stacks.values()))
-        w1, w1_scale, w2, w2_scale, w3, w3_scale = (stacks.get(part) for part in PARTS)
-        assert w1 is not None
-        assert w2 is not None
-        assert w3 is not None
-        second = [stacks.get(part) for part in SECOND_SCALES]
-        return ExpertWeights(w1, w1_scale, w2, w2_scale, w3, w3_scale, rows, *second)
+        rows = expert_cache.fetch(chosen, self._state, self._host, list(self.offload.stacks.values()))
+        w1, w2, w3 = self._matrices
+        return ExpertWeights(w1, w2, w3, rows)
 
     @property
     def bytes_per_expert(self) -> int:
         """Bytes of one expert."""
         return expert_bytes(self.offload.plan.parts)
+
+
+def _matrix(name: str, stacks: dict[str, torch.Tensor]) -> StoredMatrix:
+    """Return one matrix of all experts from the stacks of its parts."""
+    parts = (part.split(".") for part in stacks)
+    return StoredMatrix(**{role: stacks[f"{name}.{role}"] for matrix, role in parts if matrix == name})
 
 
 def offload_of(model: nn.Module) -> ExpertOffload | None:

@@ -12,37 +12,35 @@ import torch
 
 from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.experts import ref
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The matrices of E experts as stored, each with its scale or None.
+    """The matrices of E experts as stored.
 
     Unpacked shapes: w1, w3 [E, I, D], w2 [E, D, I]. The shared expert's have no E. FP4 scales are exact from 2 ** -92
     to 2 ** 41; with more than 64 tokens, larger ones become NaN.
 
     Attributes:
         rows: int64 [E], each expert's row in stacks with any number of rows; None if the row is the expert's number.
-            The
-            rows of experts that are not chosen can be any row of the stacks.
-        w1_scale_2, w2_scale_2, w3_scale_2: fp32 [E] of NVFP4, multiply the matrix's sums in fp32; otherwise None.
+            The rows of experts that are not chosen can be any row of the stacks.
     """
 
-    w1: torch.Tensor
-    w1_scale: torch.Tensor | None
-    w2: torch.Tensor
-    w2_scale: torch.Tensor | None
-    w3: torch.Tensor
-    w3_scale: torch.Tensor | None
+    w1: StoredMatrix
+    w2: StoredMatrix
+    w3: StoredMatrix
     rows: torch.Tensor | None = None
-    w1_scale_2: torch.Tensor | None = None
-    w2_scale_2: torch.Tensor | None = None
-    w3_scale_2: torch.Tensor | None = None
+
+    @property
+    def matrices(self) -> tuple[StoredMatrix, StoredMatrix, StoredMatrix]:
+        """The matrices w1, w2 and w3."""
+        return self.w1, self.w2, self.w3
 
     @property
     def count(self) -> int:
         """The number of experts, E."""
-        return len(self.w1 if self.rows is None else self.rows)
+        return len(self.w1.weight if self.rows is None else self.rows)
 
 
 def routed_experts(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import ref as gemm
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -63,32 +64,26 @@ def _expert(
     x: torch.Tensor, weights: "ExpertWeights", row: int, factors: torch.Tensor, limit: float, round_inputs: bool
 ) -> torch.Tensor:
     """One routed expert of x [n, D]; factors: fp32 [n, 1]."""
-
-    def pick(scale: torch.Tensor | None) -> torch.Tensor | None:
-        return None if scale is None else scale[row]
-
-    gate = gemm.linear(x, weights.w1[row], pick(weights.w1_scale), pick(weights.w1_scale_2))
-    up = gemm.linear(x, weights.w3[row], pick(weights.w3_scale), pick(weights.w3_scale_2))
+    gate, up = gemm.linear(x, weights.w1.row(row)), gemm.linear(x, weights.w3.row(row))
     inner = (factors * gated(gate, up, limit)).type_as(x)
     if round_inputs:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    return gemm.linear(inner, weights.w2[row], pick(weights.w2_scale), pick(weights.w2_scale_2))
+    return gemm.linear(inner, weights.w2.row(row))
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
-    return _shared(x, _rounded(x, round_inputs, weights.w1_scale, weights.w3_scale), weights, limit, round_inputs)
+    return _shared(x, _rounded(x, round_inputs, weights.w1, weights.w3), weights, limit, round_inputs)
 
 
 def _shared(
     x: torch.Tensor, rounded: torch.Tensor, weights: "ExpertWeights", limit: float, round_inner: bool
 ) -> torch.Tensor:
     """Compute shared_expert; `rounded` is the input for weights with a scale, x for weights without one."""
-    gate = gemm.linear(x if weights.w1_scale is None else rounded, weights.w1, weights.w1_scale, weights.w1_scale_2)
-    up = gemm.linear(x if weights.w3_scale is None else rounded, weights.w3, weights.w3_scale, weights.w3_scale_2)
+    gate, up = (gemm.linear(x if one.scale is None else rounded, one) for one in (weights.w1, weights.w3))
     inner = gated(gate, up, limit).type_as(x)
-    if round_inner and weights.w2_scale is not None:
+    if round_inner and weights.w2.scale is not None:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    return gemm.linear(inner, weights.w2, weights.w2_scale, weights.w2_scale_2)
+    return gemm.linear(inner, weights.w2)
 
 
 def mixture(
@@ -102,13 +97,13 @@ def mixture(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     # rounded once for the routed experts and the shared one
-    rounded = _rounded(x, round_inputs, weights.w1_scale, shared.w1_scale, shared.w3_scale)
-    round_routed = round_inputs and weights.w1_scale is not None
+    rounded = _rounded(x, round_inputs, weights.w1, shared.w1, shared.w3)
+    round_routed = round_inputs and weights.w1.scale is not None
     routed = _routed(rounded if round_routed else x, weights, experts, routing, limit, round_routed)
     return (routed + _shared(x, rounded, shared, limit, round_inputs).float()).to(dtype)
 
 
-def _rounded(x: torch.Tensor, round_inputs: bool, *scales: torch.Tensor | None) -> torch.Tensor:
-    """Return fp8_round of x if a weight has one of these scales, otherwise x."""
-    wanted = round_inputs and any(scale is not None for scale in scales)
+def _rounded(x: torch.Tensor, round_inputs: bool, *matrices: StoredMatrix) -> torch.Tensor:
+    """Return fp8_round of x if one of the matrices has a scale, otherwise x."""
+    wanted = round_inputs and any(matrix.scale is not None for matrix in matrices)
     return block_scale.fp8_round(x, FP8_BLOCK) if wanted else x

@@ -11,15 +11,28 @@ multiply a rounded bf16 input of more than 64 rows by FP8 weights. On Hopper the
 """
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from dsv4cli.kernels.card import BLACKWELL, HOPPER, card_of
 from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.gemm import ref
+from dsv4cli.kernels.norm import rms_norm
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # relative error of a sum of Hopper's FP8 tensor cores against fp32, before rounding (H200: 1.2e-4)
 SHORT_SUM = 2**-13
+
+# the linears of `project`: rounded_linear, linear and linear_fp32
+Kind = Literal["rounded", "plain", "fp32"]
+
+
+class Projection(NamedTuple):
+    """One of the linears that `project` applies to the same input. An fp32 one requires a weight without scales."""
+
+    matrix: StoredMatrix
+    kind: Kind
 
 
 def sums_shortly(device: torch.device) -> bool:
@@ -30,26 +43,18 @@ def sums_shortly(device: torch.device) -> bool:
     return device.type == "cuda" and HOPPER <= card_of(device).capability < BLACKWELL
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return x @ dequantise(weight, scale).T * scale_2.
+def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """Return x @ dequantise(weight, scale).T * scale_2 for the parts of a matrix.
 
-    Args:
-        x: [T, K] bf16 or fp32, already rounded if the format requires it.
-        weight, scale: as for block_scale.dequantise.
-        scale_2: fp32 [] of NVFP4; multiplies the sum in fp32.
-
-    Returns [T, N] in x's dtype, summed in fp32 without TF32 and rounded once.
+    x: [T, K] bf16 or fp32, already rounded if the format requires it. Returns [T, N] in x's dtype, summed in fp32
+    without TF32, multiplied by scale_2 in fp32 if there is one, and rounded once.
     """
-    return choose(x, ref).linear(x, weight, scale, scale_2)
+    return choose(x, ref).linear(x, matrix)
 
 
-def rounded_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return linear(block_scale.fp8_round(x, 128), weight, scale, scale_2). x: [T, K], K a multiple of 128."""
-    return choose(x, ref).rounded_linear(x, weight, scale, scale_2)
+def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """Return linear(block_scale.fp8_round(x, 128), matrix). x: [T, K], K a multiple of 128."""
+    return choose(x, ref).rounded_linear(x, matrix)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -57,26 +62,51 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return choose(x, ref).linear_fp32(x, weight)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
-    """Return one linear per group: x [T, G, K], weight [G * N, K] -> [T, G, N] in x's dtype.
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """Return one linear per group: x [T, G, K], matrix [G * N, K] without scale_2 -> [T, G, N] in x's dtype.
 
-    Group g starts at row g * N of the weight.
+    Group g starts at row g * N of the matrix.
     """
-    return choose(x, ref).grouped_linear(x, weight, scale)
+    return choose(x, ref).grouped_linear(x, matrix)
+
+
+def project(
+    x: torch.Tensor, items: Sequence[Projection], norm: tuple[torch.Tensor, float] | None = None
+) -> list[torch.Tensor]:
+    """Return the outputs of several linears over one input x [T, K], in the order of `items`.
+
+    norm: weight and eps of an RMS norm, applied to x first; not with fp32 linears.
+    """
+    if any(one.matrix.scale_2 is not None for one in items):
+        x = x if norm is None else rms_norm(x, *norm)
+        return [_single(x, one) for one in items]
+    rounded, plain, fp32 = ([one.matrix for one in items if one.kind == kind] for kind in get_args(Kind))
+    if norm is None:
+        outputs = linears(x, rounded, plain, [matrix.weight for matrix in fp32])
+    else:
+        outputs = (*normed_linears(x, *norm, rounded, plain), [])
+    of_kind = dict(zip(get_args(Kind), map(iter, outputs), strict=True))
+    return [next(of_kind[one.kind]) for one in items]
+
+
+def _single(x: torch.Tensor, one: Projection) -> torch.Tensor:
+    """Return one projection's output."""
+    if one.kind == "fp32":
+        return linear_fp32(x, one.matrix.weight)
+    return (rounded_linear if one.kind == "rounded" else linear)(x, one.matrix)
 
 
 def linears(
     x: torch.Tensor,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
+    rounded: Sequence[StoredMatrix] = (),
+    plain: Sequence[StoredMatrix] = (),
     fp32: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Return several linears over one input x [T, K].
+    """Return several linears over one input x [T, K], with matrices without scale_2.
 
     Few tokens take one or two launches; for many, x is rounded only once.
 
-    Returns rounded_linear of each weight and scale in `rounded`, linear of each in `plain`, linear_fp32 of each weight
-    in `fp32`.
+    Returns rounded_linear of each matrix in `rounded`, linear of each in `plain`, linear_fp32 of each weight in `fp32`.
     """
     return choose(x, ref).linears(x, rounded, plain, fp32)
 
@@ -85,11 +115,11 @@ def normed_linears(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = (),
+    rounded: Sequence[StoredMatrix] = (),
+    plain: Sequence[StoredMatrix] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return several linears over norm.rms_norm(x, norm_weight, eps). x: [T, K]. One launch for one token.
 
-    Returns rounded_linear of each weight and scale in `rounded` and linear of each in `plain`.
+    Returns rounded_linear of each matrix in `rounded` and linear of each in `plain`. No matrix has a scale_2.
     """
     return choose(x, ref).normed_linears(x, norm_weight, eps, rounded, plain)

@@ -8,35 +8,32 @@ from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.norm import ref as norm
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
-    y = linear_fp32(x, block_scale.dequantise(weight, scale))
-    return (y if scale_2 is None else y * scale_2).type_as(x)
+def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    y = linear_fp32(x, block_scale.dequantise(matrix.weight, matrix.scale))
+    return (y if matrix.scale_2 is None else y * matrix.scale_2).type_as(x)
 
 
-def rounded_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
-    return linear(block_scale.fp8_round(x, FP8_BLOCK), weight, scale, scale_2)
+def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return linear(block_scale.fp8_round(x, FP8_BLOCK), matrix)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return alike.product(x.float(), weight.float())
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     groups = x.float().unbind(1)
-    matrices = block_scale.dequantise(weight, scale).unflatten(0, (len(groups), -1)).unbind()
+    matrices = block_scale.dequantise(matrix.weight, matrix.scale).unflatten(0, (len(groups), -1)).unbind()
     return torch.stack([alike.product(*one) for one in zip(groups, matrices, strict=True)], 1).type_as(x)
 
 
 def linears(
     x: torch.Tensor,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     inputs = x.float()
@@ -47,18 +44,17 @@ def linears(
     return _linears(inputs, rounded, x) if rounded else [], of_plain, of_fp32
 
 
-def _linears(
-    inputs: torch.Tensor, matrices: Iterable[tuple[torch.Tensor, torch.Tensor | None]], like: torch.Tensor
-) -> list[torch.Tensor]:
+def _linears(inputs: torch.Tensor, matrices: Iterable[StoredMatrix], like: torch.Tensor) -> list[torch.Tensor]:
     """The products of inputs, fp32 [T, K], rounded to the dtype of `like`."""
-    return [y.type_as(like) for y in alike.products(inputs, (block_scale.dequantise(*one) for one in matrices))]
+    weights = (block_scale.dequantise(one.weight, one.scale) for one in matrices)
+    return [y.type_as(like) for y in alike.products(inputs, weights)]
 
 
 def normed_linears(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

@@ -50,15 +50,16 @@ def tensor_cores(monkeypatch):
     """Puts them in the place of fp32 sums, for more rows than are alike."""
     right = gemm.linear
 
-    def linear(x, weight, scale, scale_2=None):
+    def linear(x, matrix):
+        weight, scale, _ = matrix
         # whether the weight was stored as FP8, dequantized or not: its scales are of 128 columns
         fp8 = scale is not None and scale.shape[-1] == -(-x.shape[1] // FP8_BLOCK)
         if not fp8 or len(x) <= ROWS_ALIKE:
-            return right(x, weight, scale, scale_2)
+            return right(x, matrix)
         return short_product(x.float(), dequantise(weight, scale).float()).to(x.dtype)
 
     def linears(inputs, matrices, like):
-        return [linear(inputs, *one).type_as(like) for one in matrices]
+        return [linear(inputs, one).type_as(like) for one in matrices]
 
     def replace_both():
         monkeypatch.setattr(gemm, "linear", linear)

@@ -13,6 +13,7 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import kernel as gemm
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.rows import rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -42,11 +43,10 @@ def routed_experts(
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
-    if weights.w1_scale_2 is not None:
+    if weights.w1.scale_2 is not None:
         return _nvfp4_expert(x, weights, limit, round_inputs)
-    first, last = ((weights.w1, weights.w1_scale), (weights.w3, weights.w3_scale)), (weights.w2, weights.w2_scale)
-    gate, up = _linears(x, first, round_inputs)
-    return _linears(gated(gate, up, limit, x.dtype), (last,), round_inputs)[0]
+    gate, up = _linears(x, (weights.w1, weights.w3), round_inputs)
+    return _linears(gated(gate, up, limit, x.dtype), (weights.w2,), round_inputs)[0]
 
 
 def mixture(
@@ -62,7 +62,7 @@ def mixture(
     if _takes_few(x, weights, ROUTED) and _takes_few(x, shared, SHARED):
         chosen = experts.contiguous(), routing.contiguous()
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
-    round_routed = round_inputs and weights.w1_scale is not None
+    round_routed = round_inputs and weights.w1.scale is not None
     if _takes_few(x, weights, ROUTED):
         routed = routed_experts(x, weights, experts, routing, limit, round_routed)
         # summed in fp32 and rounded in one launch
@@ -79,38 +79,33 @@ def _takes_few(
 
     dtypes: the weights that it supports, each with the supported dtypes of its scales.
     """
-    matrices = (weights.w1, weights.w2, weights.w3)
-    scales = (weights.w1_scale, weights.w2_scale, weights.w3_scale)
-    widths = (x.shape[1], weights.w1.shape[-2])
+    first = weights.w1.weight
+    widths = (x.shape[1], first.shape[-2])
     return (
         0 < len(x) <= FEW
         and x.dtype == torch.bfloat16
-        and all(matrix.dtype == weights.w1.dtype and matrix.is_contiguous() for matrix in matrices)
+        and all(weight.dtype == first.dtype and weight.is_contiguous() for weight, _, _ in weights.matrices)
         and all(
-            scale is not None and scale.dtype in dtypes.get(weights.w1.dtype, ()) and scale.is_contiguous()
-            for scale in scales
+            scale is not None and scale.dtype in dtypes.get(first.dtype, ()) and scale.is_contiguous()
+            for _, scale, _ in weights.matrices
         )
         and not any(width % FP8_BLOCK for width in widths)
     )
 
 
-def _linears(
-    x: torch.Tensor, stored: Sequence[tuple[torch.Tensor, torch.Tensor | None]], round_inputs: bool
-) -> list[torch.Tensor]:
-    """Return x through each weight with its scale or None; with round_inputs, rounded for weights with a scale."""
-    rounded = [(weight, scale) for weight, scale in stored if round_inputs and scale is not None]
-    plain = [(weight, scale) for weight, scale in stored if not (round_inputs and scale is not None)]
+def _linears(x: torch.Tensor, matrices: Sequence[StoredMatrix], round_inputs: bool) -> list[torch.Tensor]:
+    """Return x times each matrix; with round_inputs, x is rounded for matrices with a scale."""
+    rounded = [matrix for matrix in matrices if round_inputs and matrix.scale is not None]
+    plain = [matrix for matrix in matrices if not (round_inputs and matrix.scale is not None)]
     of_rounded, of_plain, _ = gemm.linears(x, rounded, plain, ())
-    return [(of_rounded if round_inputs and scale is not None else of_plain).pop(0) for _, scale in stored]
+    return [(of_rounded if round_inputs and one.scale is not None else of_plain).pop(0) for one in matrices]
 
 
 def _nvfp4_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
     given = fp8_round(x, FP8_BLOCK) if round_inputs else x
-    gate = gemm.linear(given, weights.w1, weights.w1_scale, weights.w1_scale_2)
-    up = gemm.linear(given, weights.w3, weights.w3_scale, weights.w3_scale_2)
-    inner = gated(gate, up, limit, x.dtype)
+    inner = gated(gemm.linear(given, weights.w1), gemm.linear(given, weights.w3), limit, x.dtype)
     inner = fp8_round(inner, FP8_BLOCK) if round_inputs else inner
-    return gemm.linear(inner, weights.w2, weights.w2_scale, weights.w2_scale_2)
+    return gemm.linear(inner, weights.w2)
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:

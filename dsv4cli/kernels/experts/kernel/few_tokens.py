@@ -9,6 +9,7 @@ shared expert's at once, those of routed experts if routing or sorting was finis
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from dsv4cli.kernels.experts.kernel.dequant_mma import FEWEST_ROWS, FP4_TOKENS, 
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -123,11 +125,8 @@ class _Call:
     @property
     def widths(self) -> tuple[int, int, int]:
         """Hidden width, inner width, and the shared expert's inner width."""
-        return self.x.shape[1], self.weights.w1.shape[-2], self.shared.w1.shape[-2] if self.shared else 0
-
-    @property
-    def experts_in_all(self) -> int:
-        return len(self.weights.w1 if self.weights.rows is None else self.weights.rows)
+        inner = [of.w1.weight.shape[-2] if of else 0 for of in (self.weights, self.shared)]
+        return self.x.shape[1], inner[0], inner[1]
 
     def new(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.x.device)
@@ -136,14 +135,13 @@ class _Call:
         """Return w1 and w3 of the routed and of the shared expert (without one, the routed twice), and their
         scale_2.
         """
-        pairs = [(of.w1, of.w1_scale, of.w3, of.w3_scale) for of in (self.weights, self.shared or self.weights)]
-        stored = [part for w1, s1, w3, s3 in pairs for part in (*_stored(w1, s1), *_stored(w3, s3))]
-        return (*stored, self.weights.w1_scale_2, self.weights.w3_scale_2)
+        words = [_words(matrix) for of in (self.weights, self.shared or self.weights) for matrix in (of.w1, of.w3)]
+        return (*chain(*words), self.weights.w1.scale_2, self.weights.w3.scale_2)
 
     def last(self) -> tuple[torch.Tensor | None, ...]:
         """Return w2 in the form of `first`."""
-        pairs = [(of.w2, of.w2_scale) for of in (self.weights, self.shared or self.weights)]
-        return (*(part for w2, s2 in pairs for part in _stored(w2, s2)), self.weights.w2_scale_2)
+        routed = self.weights.w2
+        return (*_words(routed), *_words(self.shared.w2 if self.shared else routed), routed.scale_2)
 
 
 def _launch(call: _Call) -> None:
@@ -162,7 +160,7 @@ def _prepare(call: _Call, chunk: int, shared_chunks: int, pairs: int) -> tuple[t
     counts = call.experts.numel() * (inner // 128) + shared_chunks * (shared_inner // 128)
     order, place, counters = (call.new(n, dtype=torch.int32) for n in (pairs, pairs, counts))
     chunks = call.new(pairs, dtype=torch.int64)
-    bins = max(next_power_of_2(call.experts_in_all), FEWEST_BINS) if call.tokens > SPARSE else 0
+    bins = max(next_power_of_2(call.weights.count), FEWEST_BINS) if call.tokens > SPARSE else 0
     small = FP4_TOKENS if chunk > FP4_TOKENS else 0
     inputs, shared_inputs = call.new(tokens, width), call.new(tokens if call.shared else 0, width)
     others = max(cdiv(counts, few_tokens_prepare.COUNTERS), cdiv(pairs, few_tokens_prepare.PAIRS))
@@ -270,7 +268,8 @@ def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
     return ProductTiles(tiles.rows, warps, min(tiles.ahead, steps), math.gcd(tiles.each, steps))
 
 
-def _stored(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _words(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix as int32 words of codes, and its scales as words of 128 columns' scales; for FP8 as bytes."""
+    weight, scale, _ = matrix
     assert scale is not None
     return weight.view(torch.int32), scale.view(SCALE_WORDS[weight.dtype])

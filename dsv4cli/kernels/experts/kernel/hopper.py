@@ -6,6 +6,7 @@ import torch
 
 from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups
 from dsv4cli.kernels.launch import takes_gluon
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -23,11 +24,11 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, experts: int) -
 
     pairs, experts: the number of pairs and of experts.
     """
-    inner, width = weights.w1.shape[1], x.shape[1]
+    inner, width = weights.w1.weight.shape[1], x.shape[1]
     if pairs < LEAST * experts:
         return False
     # FP4 with e8m0 scales
-    if weights.w1.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
+    if weights.w1.weight.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
         return False
     return max(len(x) * width, pairs * inner) < MOST and takes_gluon(x.device)
 
@@ -52,19 +53,18 @@ def gate_up(
     """
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
-    first, second = _words(weights.w1, weights.w1_scale), _words(weights.w3, weights.w3_scale)
-    warp_specialized.products(x, groups, routing, first, second, inner, limit, pairs)
+    warp_specialized.products(x, groups, routing, _words(weights.w1), _words(weights.w3), inner, limit, pairs)
 
 
 def down(inner: torch.Tensor, groups: Groups, weights: "ExpertWeights", outputs: torch.Tensor, pairs: int) -> None:
     """Compute `grouped_gemm.down` into outputs [P, D]. pairs: of a tile."""
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
-    matrix = _words(weights.w2, weights.w2_scale)
+    matrix = _words(weights.w2)
     warp_specialized.products(inner, groups, None, matrix, matrix, outputs, 0.0, pairs)
 
 
-def _words(weight: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _words(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [E, N, K / 8] and scales [E, N, K / 128] as words of 32 bits."""
-    assert scale is not None
-    return weight.view(torch.int32), scale.view(torch.int32)
+    assert matrix.scale is not None
+    return matrix.weight.view(torch.int32), matrix.scale.view(torch.int32)

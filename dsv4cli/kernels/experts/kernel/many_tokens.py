@@ -1,5 +1,6 @@
 """Routed experts for many tokens: groups pairs by expert, multiplies tiles of them twice, and sums in a fixed order."""
 
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups, group
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
 from dsv4cli.kernels.rows import rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
@@ -44,11 +46,11 @@ def routed_outputs(
 ) -> torch.Tensor:
     """Return the output of each of a token's experts: [T * k, D] in x's dtype."""
     given, (tokens, per_token) = rows(x), experts.shape
-    count, inner_width, width = weights.count, weights.w1.shape[1], x.shape[1]
+    count, inner_width, width = weights.count, weights.w1.weight.shape[1], x.shape[1]
     if not tokens:
         return torch.empty(0, width, dtype=x.dtype, device=x.device)
     _check(weights, width, inner_width, round_inputs)
-    form, wide = _format(weights.w1, weights.w1_scale), torch.float32 in (x.dtype, weights.w1.dtype)
+    form, wide = _format(weights.w1), torch.float32 in (x.dtype, weights.w1.weight.dtype)
     pairs, shared = tokens * per_token, hopper.suits(x, weights, tokens * per_token, count)
     size, tuned = hopper.tile(pairs, count) if shared else _columns(pairs, count, wide), form == "fp4" and not wide
     groups = group(experts, weights.rows, count, size)
@@ -80,13 +82,12 @@ def _gate_up(
     size: int,
     tuned: bool,
 ) -> None:
-    (inner_width, padded), tiles = (weights.w1.shape[1], inner.shape[1]), _tiles(groups)
+    (inner_width, padded), tiles = (weights.w1.weight.shape[1], inner.shape[1]), _tiles(groups)
     height, warps, steps, described = gate_up_tiles(size, tuned, x.device)
     grouped_gemm.gate_up[(cdiv(padded, height), len(groups.rows))](
-        x, *tiles, routing, *_stored(weights.w1, weights.w1_scale, height, described),
-        *_stored(weights.w3, weights.w3_scale, height, described), weights.w1_scale_2, weights.w3_scale_2, inner, limit,
-        inner_width, width, x.shape[1], padded, routing.shape[1], form, described, height, size,
-        min(warps, height // 16), steps, num_warps=warps,
+        x, *tiles, routing, *_elements(weights.w1, height, described), *_elements(weights.w3, height, described),
+        weights.w1.scale_2, weights.w3.scale_2, inner, limit, inner_width, width, x.shape[1], padded, routing.shape[1],
+        form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
 
 
@@ -103,8 +104,8 @@ def _down(
     width, padded = outputs.shape[1], inner.shape[1]
     height, warps, steps, described = down_tiles(size, tuned, inner.device)
     grouped_gemm.down[(cdiv(width, height), len(groups.rows))](
-        inner, *_tiles(groups), *_stored(weights.w2, weights.w2_scale, height, described), weights.w2_scale_2, outputs,
-        width, inner_width, padded, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
+        inner, *_tiles(groups), *_elements(weights.w2, height, described), weights.w2.scale_2, outputs, width,
+        inner_width, padded, form, described, height, size, min(warps, height // 16), steps, num_warps=warps,
     )  # fmt: skip
 
 
@@ -132,7 +133,8 @@ def ordered_sum(
     return total
 
 
-def _format(weight: torch.Tensor, scale: torch.Tensor | None) -> str:
+def _format(matrix: StoredMatrix) -> str:
+    weight, scale, _ = matrix
     if scale is None:
         return "plain"
     if weight.dtype != torch.float8_e4m3fn:
@@ -200,10 +202,11 @@ def _inputs(x: torch.Tensor, form: str, round_inputs: bool) -> torch.Tensor:
     return y
 
 
-def _stored(
-    weight: torch.Tensor, scale: torch.Tensor | None, height: int, described: bool
+def _elements(
+    matrix: StoredMatrix, height: int, described: bool
 ) -> tuple[torch.Tensor | TensorDescriptor, torch.Tensor]:
-    """Return the elements of the weight and of its scale as the products load them."""
+    """Return the elements of a matrix's weight and of its scale as the products load them."""
+    weight, scale, _ = matrix
     if scale is None:
         return weight, weight
     if weight.dtype == torch.float8_e4m3fn:
@@ -215,10 +218,10 @@ def _stored(
 
 
 def _check(weights: "ExpertWeights", width: int, inner: int, round_inputs: bool) -> None:
-    for matrix in (weights.w1, weights.w2, weights.w3, weights.w1_scale, weights.w2_scale, weights.w3_scale):
-        if matrix is not None and not (matrix.is_contiguous() and matrix.data_ptr() % 16 == 0):
+    for part in chain(*(matrix[:2] for matrix in weights.matrices)):
+        if part is not None and not (part.is_contiguous() and part.data_ptr() % 16 == 0):
             raise KernelUnsupported("the Triton experts require contiguous, 16-byte-aligned weights and scales")
-    if weights.w1.dtype in SCALE_PARTS and (width % FP4_BLOCK or inner % FP4_BLOCK):
+    if weights.w1.weight.dtype in SCALE_PARTS and (width % FP4_BLOCK or inner % FP4_BLOCK):
         raise KernelUnsupported(f"the Triton experts require FP4 widths in multiples of 32, not {width} and {inner}")
     if round_inputs and (width % FP8_BLOCK or inner % FP8_BLOCK):
         raise KernelUnsupported(f"the Triton experts round only widths in multiples of 128, not {width} and {inner}")

@@ -12,6 +12,7 @@ from dsv4cli.kernels.gemm.kernel import few_rows, gemv, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
 from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # most rows that are multiplied without tensor cores; fewer for FP4, which is decoded again for every two rows
 FEW, FEW_FP4 = 16, 2
@@ -26,44 +27,41 @@ def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
 
 
-def linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    weight, scale, scale_2 = matrix
     if scale_2 is not None:
         assert scale is not None
         # no known checkpoint has linears in NVFP4: this is exact, and takes as long as writing the weights in bf16
         return (linear_fp32(x, tiled.widened(weight, scale)) * scale_2).to(x.dtype)
-    return _way(x, weight).linear(x, weight, scale)
+    return _way(x, weight).linear(x, matrix)
 
 
-def rounded_linear(
-    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None = None
-) -> torch.Tensor:
-    if scale_2 is not None:
-        return linear(fp8_round(x, FP8_BLOCK), weight, scale, scale_2)
-    return _way(x, weight).rounded_linear(x, weight, scale)
+def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    if matrix.scale_2 is not None:
+        return linear(fp8_round(x, FP8_BLOCK), matrix)
+    return _way(x, matrix.weight).rounded_linear(x, matrix)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return _way(x, weight).linear_fp32(x, weight)
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _way(x, weight).grouped_linear(x, weight, scale)
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _way(x, matrix.weight).grouped_linear(x, matrix)
 
 
 def linears(
     x: torch.Tensor,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    ways = {_way(x, weight) for weight in (*(w for w, _ in (*rounded, *plain)), *fp32)}
+    ways = {_way(x, weight) for weight in (*(one.weight for one in (*rounded, *plain)), *fp32)}
     if len(ways) == 1:
         return ways.pop().linears(x, rounded, plain, fp32)
     return (
-        [rounded_linear(x, weight, scale) for weight, scale in rounded],
-        [linear(x, weight, scale) for weight, scale in plain],
+        [rounded_linear(x, matrix) for matrix in rounded],
+        [linear(x, matrix) for matrix in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )
 
@@ -72,17 +70,17 @@ def normed_linears(
     x: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    weights = (*rounded, *plain)
+    matrices = (*rounded, *plain)
     # otherwise every program would repeat too much of the norm (H200, wq_b of 16 rows: 35 us instead of 13 us plus the
     # launch of a norm)
     rows = planned_rows(x.shape[0])
     if rows == 1:
-        once = all(_way(x, weight) is gemv for weight, _ in weights)
+        once = all(_way(x, matrix.weight) is gemv for matrix in matrices)
     else:
-        once = rows > 1 and all(few_rows.takes(x[:, None], *matrix) for matrix in weights)
+        once = rows > 1 and all(few_rows.takes(x[:, None], matrix) for matrix in matrices)
     if once:
         return gemv.linears(x, rounded, plain, (), Norm(norm_weight.contiguous(), eps))[:2]
     return linears(norm.rms_norm(x, norm_weight, eps), rounded, plain, ())[:2]

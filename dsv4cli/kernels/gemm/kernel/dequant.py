@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import round_to_code
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 @dataclass(frozen=True)
@@ -15,14 +16,24 @@ class Product:
     """One linear of a launch.
 
     Attributes:
+        matrix: without scale_2.
         rounded: whether its input is rounded to FP8.
         dtype: of the result.
     """
 
-    weight: torch.Tensor
-    scale: torch.Tensor | None
+    matrix: StoredMatrix
     rounded: bool
     dtype: torch.dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix's weight."""
+        return self.matrix.weight
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        """The matrix's block scales."""
+        return self.matrix.scale
 
 
 @dataclass(frozen=True)

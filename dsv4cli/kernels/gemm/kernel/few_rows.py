@@ -21,6 +21,7 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, block_scales, one_of, runs_alike
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the most rows: the columns of the tensor core
 MOST = 8
@@ -28,9 +29,9 @@ MOST = 8
 ROWS = 16
 
 
-def takes(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> bool:
-    """Return whether x [T, G, K] times the matrices of `weight` is supported: bf16 with bf16 or FP8, whole blocks."""
-    tokens, groups, width = x.shape
+def takes(x: torch.Tensor, matrix: StoredMatrix) -> bool:
+    """Return whether x [T, G, K] times each group of a matrix is supported: bf16 with bf16 or FP8, whole blocks."""
+    (tokens, groups, width), (weight, scale, _) = x.shape, matrix
     if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
         return False
     plain = weight.dtype == torch.bfloat16 and scale is None

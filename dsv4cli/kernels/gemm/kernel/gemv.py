@@ -33,6 +33,7 @@ from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.norm.kernel import normed
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # widest row that a program can hold
 WIDEST = 16_384
@@ -44,26 +45,26 @@ _AT_ONCE = 2640
 _SMALL_BYTES, _SMALL_FP8 = 32_000_000, 12_000_000
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _multiply(x[:, None], [Product(weight, scale, False, x.dtype)])[0][:, 0]
+def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(matrix, False, x.dtype)])[0][:, 0]
 
 
-def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return _multiply(x[:, None], [Product(weight, scale, True, x.dtype)])[0][:, 0]
+def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(matrix, True, x.dtype)])[0][:, 0]
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _multiply(x[:, None], [Product(weight, None, False, torch.float32)])[0][:, 0]
+    return _multiply(x[:, None], [Product(StoredMatrix(weight), False, torch.float32)])[0][:, 0]
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _multiply(x, [Product(weight, scale, False, x.dtype)])[0]
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _multiply(x, [Product(matrix, False, x.dtype)])[0]
 
 
 def linears(
     x: torch.Tensor,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
     norm: Norm | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
@@ -71,9 +72,9 @@ def linears(
 
     A norm requires one token, or products that few_rows.py supports.
     """
-    products = [Product(weight, scale, True, x.dtype) for weight, scale in rounded]
-    products += [Product(weight, scale, False, x.dtype) for weight, scale in plain]
-    products += [Product(weight, None, False, torch.float32) for weight in fp32]
+    products = [Product(matrix, True, x.dtype) for matrix in rounded]
+    products += [Product(matrix, False, x.dtype) for matrix in plain]
+    products += [Product(StoredMatrix(weight), False, torch.float32) for weight in fp32]
     results = [y[:, 0] for y in _multiply(x[:, None], products, norm)]
     first, second = len(rounded), len(rounded) + len(plain)
     return results[:first], results[first:second], results[second:]
@@ -96,7 +97,7 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
     ]
     if not tokens or not products:
         return results
-    if planned_rows(tokens) > 1 and all(few_rows.takes(x, p.weight, p.scale) for p in products):
+    if planned_rows(tokens) > 1 and all(few_rows.takes(x, p.matrix) for p in products):
         few_rows.multiply(x, norm, products, results, few_rows.few_rows_tiles(x, products))
     elif planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
         swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))

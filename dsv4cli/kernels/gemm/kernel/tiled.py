@@ -19,49 +19,53 @@ from dsv4cli.kernels.gemm.kernel import hopper, tiled_bf16, tiled_fp8
 from dsv4cli.kernels.gemm.kernel.dequant import bits, block_scales, e2m1_values, e4m3_values, e8m0_values
 from dsv4cli.kernels.gemm.kernel.tiled_fp8 import place
 from dsv4cli.kernels.launch import cdiv, launched
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # above this many tokens, a launch that converts an FP8 weight to bf16 pays off (H200, wo_a of Flash); for FP4 it always
 # does
 MANY = 512
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _product(x[:, None], weight, scale, x.dtype)[:, 0]
+def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _product(x[:, None], matrix, x.dtype)[:, 0]
 
 
-def rounded_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return linears(x, [(weight, scale)], (), ())[0][0]
+def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return linears(x, [matrix], (), ())[0][0]
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _product(x[:, None], weight, None, torch.float32)[:, 0]
+    return _product(x[:, None], StoredMatrix(weight), torch.float32)[:, 0]
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    return _product(x, weight, scale, x.dtype)
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _product(x, matrix, x.dtype)
 
 
 def linears(
     x: torch.Tensor,
-    rounded: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    plain: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     codes = rounding = None
     results = []
-    for weight, scale in rounded:
+    for matrix in rounded:
+        weight, scale, _ = matrix
         if weight.dtype == torch.float8_e4m3fn and tiled_fp8.multiplies(x):
+            assert scale is not None
             codes = block_scale.fp8_codes(x, FP8_BLOCK) if codes is None else codes
             product = hopper if hopper.suits(codes[0], weight) else tiled_fp8
             results.append(product.linear(*codes, weight, scale))
         else:
             rounding = block_scale.fp8_round(x, FP8_BLOCK) if rounding is None else rounding
-            results.append(linear(rounding, weight, scale))
-    return results, [linear(x, *pair) for pair in plain], [linear_fp32(x, weight) for weight in fp32]
+            results.append(linear(rounding, matrix))
+    return results, [linear(x, matrix) for matrix in plain], [linear_fp32(x, weight) for weight in fp32]
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return x [T, G, K] times the matrices of `weight`, as grouped_linear, in `dtype`."""
+def _product(x: torch.Tensor, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return x [T, G, K] times each group of a matrix without scale_2, as grouped_linear, in `dtype`."""
+    weight, scale, _ = matrix
     (tokens, groups, width), features = x.shape, weight.shape[0] // x.shape[1]
     if x.stride(-1) != 1 or not weight.is_contiguous():
         raise KernelUnsupported(f"the Triton linear requires whole weights and consecutive columns, not {x.stride()}")
