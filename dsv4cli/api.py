@@ -93,7 +93,7 @@ class Reply(Iterator[str]):
 
     def _ended(self) -> Answer:
         if self._answer is None or self._answer.finish is None:
-            raise UsageError("the answer has not ended", "iterate to its end first, or use Model.chat")
+            raise UsageError("the answer is not complete yet", "iterate to the end first, or use Model.chat")
         return self._answer
 
 
@@ -128,7 +128,7 @@ class Model:
         check_device(device)
         require(dtype in get_args(Dtype), "dtype", dtype, f"use one of {', '.join(get_args(Dtype))}")
         require(backend in get_args(Backend), "backend", backend, f"use one of {', '.join(get_args(Backend))}")
-        require(gpu_memory is None or gpu_memory > 0, "gpu_memory", gpu_memory, "give more than 0 bytes")
+        require(gpu_memory is None or gpu_memory > 0, "gpu_memory", gpu_memory, "use more than 0 bytes")
         require(1 <= parallel <= MAX_SLOTS, "parallel", parallel, f"use a number from 1 to {MAX_SLOTS}")
         drafting = parse_drafting(str(draft))
         self._source, self._device = resolve_model(model), resolve_device(device)

@@ -163,7 +163,9 @@ def _sentence(error: Exception) -> Dsv4Error | None:
     if isinstance(error, MemoryError):
         return NotEnoughMemory("the machine ran out of memory", "use a smaller model, or a machine with more memory")
     if isinstance(error, OSError) and error.errno in DISK_FULL:
-        return NotEnoughDisk(f"no space left on the disk: {error.filename or 'output'}", "free some space")
+        return NotEnoughDisk(
+            f"no space left on the disk while writing {error.filename or 'the output'}", "free some space"
+        )
     return compiler_refusal(error)
 
 
@@ -173,7 +175,8 @@ class ClosedStdout(io.TextIOWrapper):
     def write(self, text: str) -> int:
         """Raises Dsv4Error."""
         raise Dsv4Error(
-            "stdout is closed, and the output goes there", "leave out >&-, or discard the output: >/dev/null"
+            "stdout is closed, but the command writes its output there",
+            "remove >&-, or discard the output with >/dev/null",
         )
 
 

@@ -73,7 +73,7 @@ def argument_text(param: typer.CallbackParam, value: Any) -> Any:
         name = param.metavar if param.param_type_name == "argument" else param.opts[0]
         where = f"byte {content[error.start]:#04x} at offset {error.start}"
         raise UsageError(
-            f"{name} is not UTF-8: {where}", "set the terminal to UTF-8, or give the text in a file"
+            f"{name} is not UTF-8: {where}", "set the terminal to UTF-8, or put the text in a file"
         ) from None
 
 

@@ -70,7 +70,7 @@ class Clock:
         """What a bar says beside its count. waiting: for kernels."""
         if waiting:
             return "compiling kernels …"
-        return f"{self.rate:,.0f} tokens/s" if self.rate else "reading"
+        return f"{self.rate:,.0f} tokens/s" if self.rate else "prefill"
 
     def record(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -81,6 +81,6 @@ class Clock:
     def sentence(self) -> str:
         """For people."""
         rate = f", then {self.speed}" if self.rate else ""
-        prepared = f"; {duration_text(self.prepared)} in steps that prepared kernels" if self.prepared else ""
+        prepared = f"; {duration_text(self.prepared)} in steps that prepared kernels or graphs" if self.prepared else ""
         compiled = f", {self.compiled:,} compiled" if self.compiled else ""
         return f"{counted(self.tokens, 'token')}; first token after {self.first:.2f} s{rate}{prepared}{compiled}"

@@ -79,12 +79,12 @@ def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
     if counts.compiled:
         out.status(compiled_sentence(counts, seconds))
     if counts.failed:
-        out.warning(f"some kernels are compiled not ahead, but where they are launched: {counts.failed[0]}")
+        out.warning(f"some kernels cannot be compiled in advance, only at their first launch: {counts.failed[0]}")
 
 
 def compiled_sentence(counts: "Counts", seconds: float) -> str:
     """How many, how long, and how many were there before."""
-    there = f"; {counts.present:,} were there" if counts.present else ""
+    there = f"; {counts.present:,} were in the cache" if counts.present else ""
     return f"{counted(counts.compiled, 'kernel')} compiled in {duration_text(seconds)}{there}"
 
 

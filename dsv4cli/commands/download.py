@@ -89,7 +89,7 @@ def download(
     plan = job.plan(model, revision, _selection(layers, no_mtp, only), local_dir, policy)
     if plan.listing.cached:
         what = f"{plan.listing.repository} at commit {plan.listing.commit}"
-        out.status(f"huggingface_hub is offline: checking what the cache holds of {what}")
+        out.status(f"huggingface_hub is offline: checking the cached files of {what}")
     if dry_run:
         out.document(_document(plan, dry_run=True))
         _show_plan(out, plan)
@@ -103,12 +103,14 @@ def _carry_out(out: Output, plan: "DownloadPlan", workers: int, policy: "RetryPo
     from dsv4cli.engine.hub import job
     from dsv4cli.engine.inspection.download import judge
 
-    out.status(f"{counted(len(plan.wanted), 'file')}, {size_text(plan.missing)} of {size_text(plan.nbytes)} to fetch")
+    out.status(
+        f"{counted(len(plan.wanted), 'file')}, {size_text(plan.missing)} of {size_text(plan.nbytes)} to download"
+    )
     try:
         with out.progress(f"downloading {plan.name}") as report:
             outcomes = job.carry_out(plan, workers, policy, report)
     except KeyboardInterrupt:
-        out.hint("the same command continues where it stopped")
+        out.hint("run the same command again to continue")
         raise
     verdict = judge(plan)
     out.document(_document(plan, outcomes, verdict, time.monotonic() - started))
@@ -129,14 +131,14 @@ def _show_plan(out: Output, plan: "DownloadPlan") -> None:
     from dsv4cli.engine.hub.selection import KINDS, kind_of
 
     out.line(f"{plan.listing.repository} at commit {plan.listing.commit}", strong=True)
-    rows = [("", "files", "bytes", "there", "to fetch")]
+    rows = [("", "files", "bytes", "present", "to download")]
     for kind in KINDS:
         files = [file for file in plan.wanted if kind_of(file.name) == kind]
         rows += [_row(plan, f"  {kind}", files)] if files else []
     rows.append(_row(plan, "  total", plan.wanted))
     out.table(rows, numbers=True)
     _show_left_out(out, plan)
-    out.line(f"{size_text(plan.free)} are free: it {'fits' if plan.fits else 'does not fit'} ({UNIT_NOTE})")
+    out.line(f"{size_text(plan.free)} free on the disk: it {'fits' if plan.fits else 'does not fit'} ({UNIT_NOTE})")
     out.line(f"folder: {plan.destination.folder}")
 
 
@@ -149,7 +151,7 @@ def _row(plan: "DownloadPlan", name: str, files: "Iterable[RemoteFile]") -> tupl
 def _show_left_out(out: Output, plan: "DownloadPlan") -> None:
     if plan.left_out:
         size = size_text(sum(file.size for file in plan.left_out))
-        out.line(f"left out on purpose: {len(plan.left_out)} of {len(plan.listing.files)} files, {size}")
+        out.line(f"not selected: {len(plan.left_out)} of {len(plan.listing.files)} files, {size}")
 
 
 def _show_end(
@@ -178,7 +180,7 @@ def _show_end(
         only = f"{plan.selection.layers.start}-{plan.selection.layers.stop - 1}" + (
             "" if plan.selection.mtp else " --no-mtp"
         )
-        out.hint(f"make a model of these layers: dsv4 convert {_as_model(plan)} OUT --to official --layers {only}")
+        out.hint(f"to make a model of these layers: dsv4 convert {_as_model(plan)} OUT --to official --layers {only}")
 
 
 def _as_model(plan: "DownloadPlan") -> str:

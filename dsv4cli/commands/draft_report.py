@@ -17,7 +17,7 @@ def draft_words(report: "DraftReport") -> str:
     if per_step is None or not report.drafted:
         return f"none ({report.drafter})"
     share = 100 * report.accepted / report.drafted
-    return f"{per_step:.1f} tokens a step, {share:.0f} % of {report.drafted:,} accepted ({report.drafter})"
+    return f"{per_step:.1f} tokens per step, {share:.0f} % of {report.drafted:,} accepted ({report.drafter})"
 
 
 def report_drafts(out: Output, report: "DraftReport | None") -> None:
@@ -33,6 +33,6 @@ def report_no_drafter(out: Output, config: "ModelConfig", model: "Transformer", 
     if drafting.most is not None or config.drafter == "none" or model.config.drafter != "none":
         return
     if offload_of(model) is not None:
-        out.status("no drafts: they do not pay with experts in host memory")
+        out.status("drafts are off: they do not pay with experts in host memory")
     else:
-        out.status("no drafts: the drafter finds no room beside the other weights")
+        out.status("drafts are off: the drafter does not fit next to the other weights")

@@ -8,4 +8,4 @@ def note_hidden_folder(out: Output, name: str) -> None:
     from dsv4cli.engine.checkpoint.names import hidden_folder
 
     if folder := hidden_folder(name):
-        out.status(f"there is also a folder {folder}: name it so to use it")
+        out.status(f"{name} means the known model; to use the folder of that name, write {folder}")

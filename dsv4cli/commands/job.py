@@ -170,7 +170,7 @@ class Job:
         loaded = f"{self.source.name} on {device}: {size_text(model.stored_bytes)}{wide} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):
             self.out.status(loaded)
-            self.out.status("its weights are random: the text means nothing")
+            self.out.status("the weights are random, so the text is meaningless")
         else:
             self.out.status(f"{loaded}, {model.stored_bytes / seconds / 1e9:.2f} GB/s")
         if offload is not None:
@@ -178,7 +178,7 @@ class Job:
         report_no_drafter(self.out, self.source.identity.config, model, self.drafting)
         _report_what_is_not_there(self.out, self.source)
         if self.source.name == BUILT_IN:
-            self.out.status("nano is the small model that is built in; --model names another")
+            self.out.status("nano is the small built-in model; to use another one, add --model")
         return model
 
 
@@ -214,11 +214,11 @@ def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource"
 
     config = source.identity.config
     if config.drafter == "none":
-        out.status("no drafter: no tensor of the checkpoint is named mtp.*")
+        out.status("the checkpoint has no drafter (no mtp.* tensors)")
     if config.release is None:
         out.status(
-            f"the checkpoint does not tell its release: prompts are written as for {source.identity.release}; "
-            f'"{RELEASE_KEY}" in its config.json states another'
+            f"the checkpoint does not say its release; prompts use the format of {source.identity.release}; "
+            f'to change it, set "{RELEASE_KEY}" in config.json'
         )
 
 
@@ -226,5 +226,5 @@ def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
     """Says what could have been meant as special tokens, and is not."""
     if lookalikes:
         out.warning(
-            f"{' '.join(lookalikes)} in a message is text, not a special token; --special-tokens reads it as one"
+            f"{' '.join(lookalikes)} in a message is text, not a special token; to parse it, use --special-tokens"
         )

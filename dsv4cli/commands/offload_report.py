@@ -23,8 +23,8 @@ def division_sentence(experts: "ExpertOffload") -> str:
     """How many lie where."""
     plan, division = experts.plan, experts.plan.division
     return (
-        f"of each layer's {division.experts} experts {division.rows} are on the GPU at a time; {division.offloaded} "
-        f"stay in host memory, with the embedding {size_text(plan.host_bytes)} in all"
+        f"{division.rows} of each layer's {division.experts} experts fit on the GPU; {division.offloaded} "
+        f"stay in host memory, {size_text(plan.host_bytes)} with the embedding"
     )
 
 
@@ -34,5 +34,5 @@ def report_traffic(out: Output, experts: "ExpertOffload | None") -> None:
         traffic = experts.traffic()
         rate, per_token = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)
         out.status(
-            f"{100 * rate:.1f} % of the experts were on the GPU; {size_text(per_token)} a token came from host memory"
+            f"{100 * rate:.1f} % of the experts used were on the GPU; {size_text(per_token)} per token from host memory"
         )

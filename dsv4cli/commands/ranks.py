@@ -40,7 +40,7 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
     check_devices(size, job.device)
     command = ["follow", str(os.getpid()), str(job.device)]
     with leading(size, command, job.device, _report_lost_rank(job.out), remedy) as (world, device, followers):
-        job.out.status(f"{size} ranks; sums go through {world.reduce_backend}")
+        job.out.status(f"{size} ranks; all-reduce uses {world.reduce_backend}")
         world.broadcast_object({name: getattr(job, name) for name in SHARED})
         try:
             yield replace(job, device_name=str(device), world=world, followers=followers)

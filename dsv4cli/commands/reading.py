@@ -22,7 +22,7 @@ class Reading:
             return
         now = perf_counter()
         start, first = self._begun = self._begun or (now, done)
-        words = f"reading {total:,} tokens: {100 * done // total} %"
+        words = f"prefilling {total:,} tokens: {100 * done // total} %"
         if done > first:
             rate = (done - first) / max(now - start, 1e-9)
             words += f", {rate:,.0f} tokens/s, {duration_text((total - done) / rate)} left"

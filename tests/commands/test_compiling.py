@@ -91,8 +91,8 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
         assert meanwhile.note() == ", 3 of 3 kernels compiled"
         meanwhile.finish()
     assert capsys.readouterr().err == (
-        "1 kernel compiled in 2.0 s; 1 were there\n"
-        "warning: some kernels are compiled not ahead, but where they are launched: up: no registers left\n"
+        "1 kernel compiled in 2.0 s; 1 were in the cache\n"
+        "warning: some kernels cannot be compiled in advance, only at their first launch: up: no registers left\n"
     )
     report_compiled(Output(Colours()), Counts(found=3, present=3, searching=False), 2.0)
     assert capsys.readouterr().err == ""

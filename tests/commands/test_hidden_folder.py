@@ -12,7 +12,7 @@ from dsv4cli.engine.checkpoint.remedies import look
 from tests.support import damage
 from tests.support.program import Program
 
-LINE = "there is also a folder ./nano: name it so to use it"
+LINE = "nano means the known model; to use the folder of that name, write ./nano"
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ def test_an_answer_for_a_closed_stdout_is_a_failure(dsv4, monkeypatch, tmp_path)
     dsv4.model_says("words")
     monkeypatch.setattr(sys, "stdout", None)
     done = dsv4("run", "x", "--model", SMALL)
-    assert (done.code, "error: stdout is closed, and the output goes there\n" in done.err) == (1, True)
+    assert (done.code, "error: stdout is closed, but the command writes its output there\n" in done.err) == (1, True)
     sys.stdout.close()
     monkeypatch.setattr(sys, "stdout", None)
     prompts, out = tmp_path / "p.jsonl", tmp_path / "r.jsonl"

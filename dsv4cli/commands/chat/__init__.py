@@ -131,7 +131,10 @@ def _check(device: str, torchrun: bool, question: str | None) -> None:
 
     check_device(device)
     if torchrun:
-        raise UsageError("chat starts its ranks itself, on one machine", "leave out torchrun and give --tp")
+        raise UsageError(
+            "chat cannot run under torchrun: it starts its own ranks, on one machine",
+            "run it without torchrun and with --tp",
+        )
     if question is not None and not question.strip():
         raise UsageError("the question is empty", 'ask something: dsv4 chat "What is 17 + 25?"')
 
@@ -230,7 +233,7 @@ def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Cal
     if tool_exec is None:
         return CallOptions([], seconds, not yes, rounds)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
-        raise UsageError("--tool-exec asks before each call, and there is no terminal", "add --yes")
+        raise UsageError("--tool-exec asks before each call, but there is no terminal to ask on", "add --yes")
     return CallOptions(split_command(tool_exec), seconds, not yes, rounds)
 
 
@@ -241,7 +244,7 @@ def _input(chat: Chat, term: str, history: Path | None) -> Input:
     if not chat.on_terminal or term == "dumb":
         return Plain(chat.out)
     if not _edits(term):
-        chat.out.hint("pip install prompt_toolkit gives this prompt a history and an editor")
+        chat.out.hint("for history and line editing, run: pip install prompt_toolkit")
         return _readline(chat.out)
     from dsv4cli.commands.chat.editor import Editor
 

@@ -32,16 +32,20 @@ def begin_session(
     ways = {"--continue": begin.go_on, "--resume": begin.resume is not None, "--session": begin.file is not None}
     names = [name for name, chosen in ways.items() if chosen]
     if len(names) > 1:
-        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "use one of them")
     session, file = Session(SessionJournal(begin.folder), begin.file), begin.file
     if begin.go_on or begin.resume is not None:
         session.take_up(find_journal(begin.folder, "1" if begin.resume is None else begin.resume))
     elif file is not None and file.exists():
         if not file.is_file():
-            raise UsageError(f"--session {file} is not a file", "name another, or leave it out: --continue goes on")
+            raise UsageError(
+                f"--session {file} is not a file", "name another file, or use --continue for the last session"
+            )
         session.load_file(file)
     elif file is not None and not file.parent.is_dir():
-        raise UsageError(f"{file} cannot be written: there is no folder {file.parent}", "make it, or name another file")
+        raise UsageError(
+            f"cannot write {file}: the folder {file.parent} does not exist", "create it, or name another file"
+        )
     session.choices = replace(session.choices, **given)
     if system is not None:
         session.system = system
@@ -64,7 +68,7 @@ def _list_sessions(out: Output, folder: Path) -> NoReturn:
     rows = session_rows(folder)
     if rows:
         out.table(rows)
-        out.hint("dsv4 chat --resume NUMBER continues one")
+        out.hint("to continue a session: dsv4 chat --resume NUMBER")
     else:
         out.status(f"there are no sessions in {folder} yet")
     raise typer.Exit

@@ -50,7 +50,7 @@ class Lines:
         try:
             line = sys.stdin.buffer.readline() if sys.stdin is not None else b""
         except OSError as error:  # nohup opens stdin for writing only
-            raise InputLost(f"stdin cannot be read: {error.strerror}", "give the question as an argument") from None
+            raise InputLost(f"cannot read stdin: {error.strerror}", "pass the question as an argument") from None
         if not line:
             raise EOFError
         return decoded(line, "stdin").removesuffix("\n").removesuffix("\r")
@@ -81,7 +81,7 @@ class Plain:
             self._out.new_line()
             raise
         except UnicodeDecodeError as error:
-            raise UsageError(f"what was typed is not {error.encoding}", "set the terminal to this encoding") from None
+            raise UsageError(f"the input is not valid {error.encoding}", "set the terminal to this encoding") from None
         return unquoted(text)
 
     def collect(self) -> None:

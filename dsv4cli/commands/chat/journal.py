@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA = "dsv4.chat/1"
 # how much of the first question a journal's name has
 NAME_LENGTH = 40
-START = "start one: dsv4 chat; its first answer saves it"
+START = "start one with `dsv4 chat`; it is saved with its first answer"
 
 
 def state_folder(state_home: Path | None) -> Path:
@@ -47,7 +47,7 @@ def _check_choices(value: Any) -> SessionChoices:
     one = SessionChoices(**value)
     Sampling().chosen(one.temperature, one.top_p, 0)
     if not (isinstance(one.model, str) and isinstance(one.think, str) and isinstance(one.url, str | None)):
-        raise ValueError("the model, the thinking level or the address is not a text")
+        raise ValueError("the model, the thinking level or the URL is not a string")
     return one
 
 
@@ -178,8 +178,8 @@ def read_journal(path: Path) -> Kept:
         return Kept(check_messages(messages) if messages else [], check_tools(tools), checked)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UsageError) as error:
         raise UsageError(
-            f"{path} is not a journal that can be continued: {error}",
-            "move it away, or load a saved file with --session",
+            f"cannot continue the session in {path}: {error}",
+            "move the file away, or load a saved conversation with --session",
         ) from None
 
 
@@ -220,7 +220,7 @@ def find_journal(folder: Path, which: str) -> Path:
     if not shown:
         raise UsageError(f"there is no session to continue in {folder}", START)
     what = f"{len(names)} sessions begin with {which!r}" if names else f"there is no session {which!r}"
-    raise UsageError(what, "dsv4 chat --sessions lists them; use a number from there, or a name")
+    raise UsageError(what, "list them with `dsv4 chat --sessions` and use a number or a name")
 
 
 def session_rows(folder: Path, most: int | None = None) -> list[list[str]]:

@@ -32,7 +32,7 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
         except KeyboardInterrupt:
             if chat.leaving or chat.interrupts.again() or not chat.on_terminal:
                 raise
-            kept = "nothing was changed; " if draft is not None else ""
+            kept = "nothing changed; " if draft is not None else ""
             chat.out.status(f"{kept}Ctrl-C again, or Ctrl-D, quits")
         if chat.stopped:
             _stop(chat, source)

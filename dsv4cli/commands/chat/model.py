@@ -28,7 +28,7 @@ def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
         return resolve_model(name)
     except Dsv4Error as error:
         if kept:
-            error.remedy += "; --model NAME continues with another one"
+            error.remedy += "; to continue with another model, use --model NAME"
         raise
 
 
@@ -82,8 +82,8 @@ class Models:
 
         if self._ranks > 1:
             raise UsageError(
-                f"/model works in one process only, and this conversation has {self._ranks} ranks",
-                f"leave, then: dsv4 chat --continue --tp {self._ranks} --model {shell_word(name)}",
+                f"/model needs a single process, but this conversation uses {self._ranks} ranks",
+                f"quit, then run: dsv4 chat --continue --tp {self._ranks} --model {shell_word(name)}",
             )
         before, source, choices = self.job, resolve_model(name), chat.session.choices
         check_drafter(source, before.drafting)
@@ -94,7 +94,7 @@ class Models:
         self._free(chat)
         error = self._failure(chat, after)
         if error is not None:
-            chat.out.status(f"{name} was not loaded; loading {before.source.name} again")
+            chat.out.status(f"cannot load {name}; loading {before.source.name} again")
             self._load(chat, replace(before, think=choices.think, limits=after.limits))
         chat.leaving = False
         if error is not None:

@@ -67,7 +67,7 @@ class ServerModels:
             )
         except ServerError as error:
             if not self._asked.url:
-                error.remedy += "; --model NAME continues with a model of this machine"
+                error.remedy += "; to continue with a local model, use --model NAME"
             raise
         self._conversation = conversation
         if self._asked.model:
@@ -87,7 +87,7 @@ class ServerModels:
     def _check(self, name: str) -> None:
         names = self._conversation.names
         if name not in names:
-            raise UsageError(f"{self.url} has no model {name!r}", f"name one of {', '.join(names)}")
+            raise UsageError(f"{self.url} has no model {name!r}", f"use one of {', '.join(names)}")
 
 
 def check_options(context: typer.Context) -> None:
@@ -96,13 +96,13 @@ def check_options(context: typer.Context) -> None:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         if name in LOCAL and source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "it is the server's to decide")
+            raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "set it on the server")
 
 
 def check_no_key(file: Path | None) -> None:
     """Raises UsageError for a key where there is no server."""
     if file is not None:
-        raise UsageError("--api-key-file needs --url", "add the server's address: --url http://localhost:8000")
+        raise UsageError("--api-key-file needs --url", "add the server's URL, for example --url http://localhost:8000")
 
 
 def read_key(file: Path | None) -> str:
@@ -113,5 +113,5 @@ def read_key(file: Path | None) -> str:
         return ""
     key = "".join(read_text(file).splitlines()[:1]).strip()
     if not key or not key.isascii() or not key.isprintable():
-        raise UsageError(f"{file} has no API key in its first line", "write the key, and nothing else, into the file")
+        raise UsageError(f"{file} has no API key on its first line", "put only the key in the file")
     return key

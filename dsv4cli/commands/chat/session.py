@@ -21,8 +21,8 @@ class FileChanged(UsageError):
 
     def __init__(self, file: Path) -> None:
         super().__init__(
-            f"another chat or program has changed {file} since it was read here",
-            f"/load {file} reads it again; /save {file} overwrites it with this conversation",
+            f"{file} was changed by another program since it was read",
+            f"to read it again, use /load {file}; to overwrite it with this conversation, use /save {file}",
         )
 
 
@@ -151,7 +151,7 @@ class Session:
         for message in reversed(self.messages):
             if message["role"] == "user":
                 return text_of(message["content"])
-        raise UsageError("you have not asked anything yet", "write a question, or /help")
+        raise UsageError("there is no question yet", "type a question, or /help")
 
     def last_answer(self) -> "Message":
         """The assistant's last message. Raises UsageError when there is none."""

@@ -43,10 +43,10 @@ def show_thinking(chat: Chat, word: str) -> None:
     """Shows the last thoughts, or sets whether they are shown as they come. Raises UsageError."""
     if not word:
         thought = chat.session.last_answer().get("reasoning_content")
-        chat.out.reasoning(f"{thought or 'the last answer has no thinking'}\n")
+        chat.out.reasoning(f"{thought or 'the last answer has no reasoning'}\n")
         return
     if word not in ("on", "off"):
-        raise UsageError(f"/show-thinking cannot be {word}", "write on, off, or nothing to see the last thoughts")
+        raise UsageError(f"/show-thinking cannot be {word}", "use on or off, or no argument to show the last reasoning")
     chat.show_thinking = word == "on"
 
 
@@ -68,7 +68,7 @@ def _set(chat: Chat, name: str, value: str) -> None:
     try:
         number = SETTINGS[name](value)
     except ValueError:
-        raise UsageError(f"{name} cannot be {value.strip()!r}", f"write a number, as in /set {name}=1") from None
+        raise UsageError(f"{name} cannot be {value.strip()!r}", f"use a number, for example /set {name}=1") from None
     if name == "max-tokens":
         chat.conversation.limits = replace(chat.conversation.limits, max_tokens=int(number))
     elif name == "think-budget":

@@ -31,14 +31,14 @@ def show_stats(chat: Chat, _: str) -> None:
     count, last = chat.count, chat.last
     rows = [
         ["answers", f"{count.turns:,}"],
-        ["tokens written", f"{count.drawn:,}"],
-        ["tokens read", f"{count.prefilled:,}"],
-        ["tokens found in the cache", f"{count.reused:,}"],
+        ["tokens generated", f"{count.drawn:,}"],
+        ["prompt tokens prefilled", f"{count.prefilled:,}"],
+        ["prompt tokens from the cache", f"{count.reused:,}"],
     ]
     if last.tokens:
-        rows.append(["first token of the last answer", f"{last.first:.2f} s"])
+        rows.append(["last answer: time to first token", f"{last.first:.2f} s"])
     if last.rate:
-        rows.append(["then", last.speed])
+        rows.append(["last answer: speed", last.speed])
     drafts = chat.conversation.all_drafts
     if drafts is not None and drafts.steps:
         rows.append(["drafts", draft_words(drafts)])
@@ -58,24 +58,24 @@ def show_tokens(chat: Chat, text: str) -> None:
         tokens = chat.conversation.tokens(messages[:number])
         chat.out.line(f"{tokens - before:7,}  {message['role']}: {excerpt(str(message.get('content') or ''))}")
         before = tokens
-    chat.out.line(f"{before:7,}  in all")
+    chat.out.line(f"{before:7,}  total")
 
 
 def show_context(chat: Chat, _: str) -> None:
     """Shows how full the context is."""
     used, room = chat.conversation.tokens(chat.prompt()) if chat.session.messages else 0, chat.conversation.context
     if room is None:
-        chat.out.line(f"{counted(used, 'token')} used; the server does not say how many there can be")
+        chat.out.line(f"{counted(used, 'token')} used; the server does not report its context limit")
     else:
         chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
     if chat.left_out:
-        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are left out of the prompt")
+        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are not in the prompt: the context is full")
 
 
 def copy(chat: Chat, _: str) -> None:
     """Fills the clipboard with the last answer. Raises UsageError."""
     if not chat.copies:
-        raise UsageError("this terminal cannot copy", "use /save FILE or /json")
+        raise UsageError("this terminal does not support copying", "use /save FILE or /json")
     text = str(chat.session.last_answer().get("content") or "")
     chat.out.clipboard(text)
     chat.out.status(f"{counted(len(text), 'character')} sent to the terminal's clipboard")

@@ -39,7 +39,7 @@ def run_slash_command(chat: Chat, line: str) -> str | None:
     argument = "".join(rest).strip()
     command = _command(name)
     if argument and not command.arguments:
-        raise UsageError(f"/{name} takes no argument", f"write /{name}")
+        raise UsageError(f"/{name} takes no argument", f"use /{name} alone")
     return command.function(chat, argument)
 
 
@@ -49,7 +49,9 @@ def _command(name: str) -> Slash:
     if name not in names:
         near = get_close_matches(name, names, 1, 0.5) or [one for one in names if name and one.startswith(name)]
         remedy = f"did you mean /{near[0]}? " if near else ""
-        raise UsageError(f"there is no command /{name}", f"{remedy}/help lists them; // begins a question with a slash")
+        raise UsageError(
+            f"there is no command /{name}", f"{remedy}type /help for the list; start a question with // to send a slash"
+        )
     return next(one for first, one in COMMANDS.items() if name in (first, *one.other_names))
 
 
@@ -76,8 +78,8 @@ def _new(chat: Chat, _: str) -> None:
     chat.session.begin_anew()
     chat.out.status(
         ("a new session" + ("; the system message stays" if chat.session.system else ""))
-        + (f"; the last one is kept: /resume {kept}" if kept else "")
-        + (f"; {file} stays as it is" if file else "")
+        + (f"; to return to the previous one, use /resume {kept}" if kept else "")
+        + (f"; {file} is not changed" if file else "")
     )
 
 
@@ -87,12 +89,12 @@ def _sessions(chat: Chat, _: str) -> None:
         chat.out.status("there are no sessions yet")
         return
     chat.out.table(rows)
-    chat.out.status("/resume NUMBER continues one")
+    chat.out.status("to continue a session, use /resume NUMBER")
 
 
 def _resume(chat: Chat, which: str) -> None:
     if not which:
-        raise UsageError("/resume needs the number of a session", "/sessions lists them")
+        raise UsageError("/resume needs the number of a session", "use /sessions to list them")
     choices = chat.session.choices
     chat.session.take_up(find_journal(chat.session.journal.folder, which))
     chat.session.choices, chat.left_out = choices, 0  # it is led as this one
@@ -106,7 +108,7 @@ def _exit(chat: Chat, _: str) -> None:
 def _clear(chat: Chat, _: str) -> None:
     chat.session.clear()
     chat.save()
-    chat.out.status("the conversation starts again" + ("; the system message stays" if chat.session.system else ""))
+    chat.out.status("conversation cleared" + ("; the system message stays" if chat.session.system else ""))
 
 
 def _undo(chat: Chat, _: str) -> None:
@@ -129,7 +131,7 @@ def _edit(chat: Chat, text: str) -> str | None:
         question = chat.session.last_question()
         chat.draft = f"/{question}" if question.startswith("/") else question
     else:
-        raise UsageError("there is no line editor here", "write the new text after /edit")
+        raise UsageError("the line editor is not available", "type the new text after /edit")
     return text or None
 
 
@@ -147,19 +149,19 @@ def _save(chat: Chat, name: str) -> None:
     try:
         chat.session.write_file(path)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "name another file") from None
-    chat.out.status(f"{counted(len(chat.session.messages), 'message')} in {path}")
+        raise UsageError(f"cannot write {path}: {error.strerror}", "name another file") from None
+    chat.out.status(f"saved {counted(len(chat.session.messages), 'message')} to {path}")
 
 
 def _load(chat: Chat, name: str) -> None:
     chat.session.load_file(_path(name))
     chat.left_out = 0
     chat.save()
-    chat.out.status(f"{counted(len(chat.session.messages), 'message')} from {name}")
+    chat.out.status(f"loaded {counted(len(chat.session.messages), 'message')} from {name}")
 
 
 KEYS = (
-    'A message of several lines: Alt-Enter, or between """ and """. //text sends /text.',
+    'For a message of several lines, press Alt-Enter or put it between """ and """. //text sends /text.',
     "Ctrl-C stops an answer or clears the line; twice quits, as Ctrl-D does.",
 )
 EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctrl-E opens $EDITOR and sends its text.",)
@@ -170,39 +172,39 @@ def _path(name: str) -> Path:
     quoted = QUOTED.fullmatch(name)
     name = quoted[2] if quoted else name
     if not name:
-        raise UsageError("the file name is missing", "write it after the command")
+        raise UsageError("the file name is missing", "type it after the command")
     if name == "-" or "\0" in name:
-        raise UsageError(f"{name!r} is not the name of a file", "write another one")
+        raise UsageError(f"{name!r} is not a file name", "use another name")
     try:
         return Path(name).expanduser()
     except RuntimeError as error:  # ~somebody who is not there
-        raise UsageError(f"{name} is not a path: {error}", "write it in full") from None
+        raise UsageError(f"{name} is not a path: {error}", "use the full path") from None
 
 
 COMMANDS: Mapping[str, Slash] = {
-    "help": Slash("[COMMAND]", "Show this list, or one line of it.", _help),
+    "help": Slash("[COMMAND]", "Show all commands, or one.", _help),
     "undo": Slash("", "Remove the last question and its answer.", _undo),
     "retry": Slash("", "Ask the last question again.", _retry, ("regenerate",)),
-    "edit": Slash("[TEXT]", "Change the last question, to TEXT or in the next input.", _edit),
-    "clear": Slash("", "Forget the conversation; the system message stays.", _clear),
-    "new": Slash("", "Start another session; this one is kept.", _new),
-    "sessions": Slash("", f"List the sessions, at most the last {MOST_SESSIONS}.", _sessions),
+    "edit": Slash("[TEXT]", "Replace the last question with TEXT, or edit it.", _edit),
+    "clear": Slash("", "Clear the conversation; keep the system message.", _clear),
+    "new": Slash("", "Start a new session; this one stays saved.", _new),
+    "sessions": Slash("", f"List the last {MOST_SESSIONS} sessions.", _sessions),
     "resume": Slash("NUMBER", "Continue a session of that list.", _resume),
     "history": Slash("", "Show the conversation.", show_commands.show_history),
-    "model": Slash("[MODEL]", "Show the model, or load another one instead.", settings.model),
+    "model": Slash("[MODEL]", "Show the model, or switch to another one.", settings.model),
     "system": Slash("[TEXT]", "Show or set the system message.", settings.system),
-    "think": Slash("[LEVEL]", "Show or set how hard to reason: off, low, high, max.", settings.think),
-    "show-thinking": Slash("[on|off]", "Show reasoning as it comes, or the last one now.", settings.show_thinking),
-    "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
-    "read": Slash(
-        "FILE [QUESTION]", "Ask a question, with the text of a file below it; a name with spaces in quotes.", _read
+    "think": Slash("[LEVEL]", "Show or set the reasoning effort: off, low, high, max.", settings.think),
+    "show-thinking": Slash(
+        "[on|off]", "Stream reasoning or hide it; without argument, show the last reasoning.", settings.show_thinking
     ),
+    "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
+    "read": Slash("FILE [QUESTION]", "Ask a question followed by the text of a file. Quote a name with spaces.", _read),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
-    "load": Slash("FILE", "Load the conversation of such a file instead.", _load),
+    "load": Slash("FILE", "Replace the conversation with one from such a file.", _load),
     "json": Slash("", "Print the conversation as JSON messages.", show_commands.show_json),
-    "copy": Slash("", "Copy the last answer to the clipboard, through the terminal.", show_commands.copy),
-    "stats": Slash("", "Show what this session has cost.", show_commands.show_stats),
+    "copy": Slash("", "Copy the last answer to the terminal's clipboard.", show_commands.copy),
+    "stats": Slash("", "Show token counts and speed of this session.", show_commands.show_stats),
     "tokens": Slash("[TEXT]", "Show the tokens of a text, or of each message.", show_commands.show_tokens),
-    "context": Slash("", "Show how full the context is.", show_commands.show_context),
-    "exit": Slash("", "Leave; --continue continues the session later.", _exit, ("quit", "bye")),
+    "context": Slash("", "Show how much of the context is used.", show_commands.show_context),
+    "exit": Slash("", "Quit; to continue this session later, use --continue.", _exit, ("quit", "bye")),
 }

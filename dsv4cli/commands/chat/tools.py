@@ -25,7 +25,7 @@ MOST_CHARACTERS, LAST_WORDS, SEEN = 20_000, 2_000, 200
 KEPT = 4 * MOST_CHARACTERS + 4
 # of a result's room: with less, what stands around it, and an answer, would not fit
 FEWEST_TOKENS = 128
-NOT_RUN = "no result: the answer ends here"
+NOT_RUN = "no result; the answer ends here"
 
 
 class Round(NamedTuple):
@@ -60,7 +60,9 @@ def read_tools(path: Path) -> "list[Tool]":
     try:
         value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not JSON: {error}", "write a list of tools as for the OpenAI chat API") from None
+        raise UsageError(
+            f"{path} is not valid JSON: {error}", "use a list of tools in the format of the OpenAI chat API"
+        ) from None
     return check_tools(value.get("tools") if isinstance(value, dict) else value, f"{path}: tools")
 
 
@@ -71,11 +73,11 @@ def split_command(text: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"--tool-exec {text!r}: {error}", "close the quotes") from None
     if not words:
-        raise UsageError("--tool-exec names no command", "give one that reads a call as JSON and prints its result")
+        raise UsageError("--tool-exec is empty", "name a program that reads a call as JSON and prints its result")
     if shutil.which(words[0]) is None:
         raise UsageError(
-            f"--tool-exec: {words[0]!r} is no program that can be run",
-            "give its path, in quotes where that has spaces; chmod +x makes a script one",
+            f"--tool-exec: cannot find an executable program {words[0]!r}",
+            "use its path, quoted if it has spaces; make a script executable with chmod +x",
         )
     return words
 
@@ -101,7 +103,7 @@ class Tools:
         if not self.command and not now.offered:
             for call in calls:
                 self._show(call["function"])
-            self.out.status("the model was offered no tools: the call has no result; --tools FILE offers some")
+            self.out.status("the call has no result: no tools were offered to the model; use --tools FILE")
             return
         try:
             if not (self._has_room(now) and self._may_go_on(now.number)):
@@ -116,21 +118,21 @@ class Tools:
 
     def _has_room(self, now: Round) -> bool:
         if now.room < FEWEST_TOKENS:
-            self.out.warning("the context has no room for another result: the answer ends here")
+            self.out.warning("the context has no space for another tool result; the answer ends here")
         return now.room >= FEWEST_TOKENS
 
     def _may_go_on(self, number: int) -> bool:
         if not self.command or self.ask_first or number == 1 or (number - 1) % self.rounds:
             return True
-        done = f"{counted(number - 1, 'round')} of calls in this turn"
+        done = f"{counted(number - 1, 'round')} of tool calls in this turn"
         if sys.stdin is not None and sys.stdin.isatty():
-            return self._agreed(f"{done}: go on?")
-        self.out.warning(f"{done}, and there is no terminal to ask on: the answer ends here; --max-rounds allows more")
+            return self._agreed(f"{done}. Continue?")
+        self.out.warning(f"{done}, and no terminal to ask on; the answer ends here; to allow more, raise --max-rounds")
         return False
 
     def _agreed(self, question: str) -> bool:
         while True:
-            self.out.status(f"{question} y or n")
+            self.out.status(f"{question} (y/n)")
             word = self.source.read("").strip().lower()
             if word in ("y", "yes"):
                 return True
@@ -144,7 +146,7 @@ class Tools:
     def _result(self, function: dict[str, Any], now: Round) -> str | None:
         self._show(function)
         if not self.command:
-            self.out.status(f"what does {function['name']} return? (Ctrl-D: nothing; the answer ends here)")
+            self.out.status(f"type the result of {function['name']} (Ctrl-D: no result, the answer ends here)")
             text = self.source.read("")
             return self._cut(text, now)
         if self.ask_first and not self._agreed(f"run {shlex.join(self.command)}?"):
@@ -161,11 +163,11 @@ class Tools:
         try:
             ended = carry_out(self.command, f"{call}\n", self.seconds, KEPT)
         except OSError as error:
-            return self._failed(f"the command cannot be run: {error.strerror}")
+            return self._failed(f"cannot run the command: {error.strerror}")
         if ended.code is None:
             return self._failed(f"no result after {self.seconds:g} s", ended, now)
         if ended.code:
-            return self._failed(f"the command ended with {ended.code}", ended, now)
+            return self._failed(f"the command failed with exit code {ended.code}", ended, now)
         self._show_errors(ended)
         seen = " ".join(ended.out.split())
         self.out.status(f"→ {seen[:SEEN]}… ({size_text(ended.out_bytes)})" if len(seen) > SEEN else f"→ {seen}")
@@ -198,5 +200,5 @@ class Tools:
             return text
         size = max(size, len(text.encode(errors="replace")))
         part = f"the first {counted(high, 'character')} of {size_text(size)}"
-        self.out.warning(f"the result is cut: the model gets {part}")
+        self.out.warning(f"the result is too long; the model gets {part}")
         return f"{text[:high]}\n[cut: {part}]"

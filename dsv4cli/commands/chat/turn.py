@@ -34,9 +34,9 @@ BURST = 0.01
 
 # why the engine has ended a thinking
 ENDED = {
-    "budget": " · thinking ended at its budget",
-    "room": " · thinking ended to leave room for an answer",
-    "end": " · thinking ended without an answer: asked for one",
+    "budget": " · thinking reached its budget",
+    "room": " · thinking stopped to leave space for an answer",
+    "end": " · no answer after thinking: one was requested",
 }
 
 
@@ -135,7 +135,7 @@ class Chat:
                 if all(message["role"] != "tool" for message in self.session.messages[len(begun) :]):
                     self.session.messages[:] = before
                 if self.session.has_results():
-                    self.out.status("the calls and their results are kept; /retry asks for the answer again")
+                    self.out.status("the calls and their results are kept; to ask for the answer again, use /retry")
                 raise
             finally:
                 if self.session.messages == begun:  # it was stopped before a word
@@ -149,9 +149,9 @@ class Chat:
         try:
             self.session.save()
         except FileChanged as error:
-            self.out.warning(f"the session is not in its file: {error.message}; {error.remedy}")
+            self.out.warning(f"the session was not saved to its file: {error.message}; {error.remedy}")
         except OSError as error:
-            self.out.warning(f"the session is not saved: {error}; /save FILE puts it elsewhere")
+            self.out.warning(f"the session was not saved: {error}; to save it elsewhere, use /save FILE")
 
     def choose(self, choices: SessionChoices) -> None:
         """Notes what the session is led with from now on, for who goes on with it."""
@@ -192,7 +192,7 @@ class Chat:
             for result in self.run_calls(calls, next_round(self.session, self.conversation, len(calls))):
                 self.session.messages.append(result)
         except KeyboardInterrupt:
-            self.out.status("stopped: the call has no result")
+            self.out.status("stopped; the call has no result")
             return False
         finally:
             self._breakable = False
@@ -268,7 +268,7 @@ class Chat:
             self.left_out += dropped
             left = counted(self.left_out, "message")
             self.out.warning(
-                f"the oldest {left} are left out of the prompt to keep room for an answer; the session keeps them"
+                f"the oldest {left} are dropped from the prompt to leave space for an answer; the session keeps them"
             )
         return messages[:start] + messages[start + self.left_out :]
 
@@ -282,15 +282,15 @@ class Chat:
         used = conversation.prompt_tokens + drawn
         rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
         per_step = None if conversation.drafts is None else conversation.drafts.tokens_per_step
-        rate += f", {per_step:.1f} a step" if rate and per_step else ""
-        first = f" · first after {clock.first:.2f} s"
+        rate += f", {per_step:.1f} per step" if rate and per_step else ""
+        first = f" · first token after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""
-        ended += " · stopped" if self.stopped else " · cut off at its limit" if answer.finish == "length" else ""
+        ended += " · stopped" if self.stopped else " · cut off at the token limit" if answer.finish == "length" else ""
         self.out.status(f"{self.model}{self._used(used)}{rate}{first}{ended}")
         context = conversation.context
         if context is not None and used > NEARLY_FULL * context:
             left = counted(max(context - used, 0), "token")
-            self.out.warning(f"{left} left; the oldest questions and answers will soon be left out of the prompt")
+            self.out.warning(f"{left} of context left; the oldest messages will soon be dropped from the prompt")
 
     def _used(self, tokens: int) -> str:
         """How much of the context is used, as far as a server says so."""

@@ -106,9 +106,9 @@ def convert(
 
 def _required(source: str | None, output: Path | None, to: str | None, against: str | None) -> tuple[str, Path]:
     if against is not None:
-        raise UsageError("--against belongs to --finish and --check", "a conversion is compared with its SRC")
+        raise UsageError("--against needs --finish or --check", "remove it: a conversion is compared with its SRC")
     if source is None or output is None or (to is None and not source.startswith("random:")):
-        raise UsageError("convert needs SRC, DST and --to", "as in `dsv4 convert flash OUT --to bf16`")
+        raise UsageError("convert needs SRC, DST and --to", "for example: dsv4 convert flash OUT --to bf16")
     return source, output
 
 
@@ -165,9 +165,9 @@ def _done(
         out.line(verdict(found))
         return
     if compared == "off":
-        out.warning("a part of it has not been compared with the source")
+        out.warning("part of the output has not been compared with the source")
     command = f"dsv4 convert --check {shell_word(folder)} --against {shell_word(source)}"
-    out.hint(f"compare it with the source: `{command}`")
+    out.hint(f"to compare it with the source: {command}")
 
 
 def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> None:
@@ -223,7 +223,7 @@ def _resumable(out: Output) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         out.new_line()
-        out.hint("the same command continues where this one stopped")
+        out.hint("run the same command again to continue")
         raise
 
 
@@ -259,7 +259,7 @@ def _file(out: Output, conversion: "Conversion", file: "FileDone", number: int) 
                 "resumed": file.resumed,
             }
         )  # fmt: skip
-    state = " was there" if file.resumed else ""
+    state = " already there" if file.resumed else ""
     out.status(f"{number}/{len(conversion.own_files)}  {file.name}  {size_text(file.nbytes)}{state}")
 
 

@@ -40,14 +40,14 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
     others = [*others, look if finish is not None else None]
     if any(other is not None for other in others):
         raise UsageError(
-            f"{option} takes only the output folder and the source to compare it with",
-            f"as in `dsv4 convert {option} OUT --against SRC`",
+            f"{option} accepts only the output folder, --against, --verify and --max-workers",
+            f"for example: dsv4 convert {option} OUT --against SRC",
         )
     if comparison.check == "off" or (comparison.check == "full" and comparison.against is None):
-        reason = "compares nothing" if comparison.check == "off" else "needs the source to compare with"
+        reason = "compares nothing" if comparison.check == "off" else "needs a source to compare with"
         raise UsageError(
             f"{option} with --verify {comparison.check} {reason}",
-            f"as in `dsv4 convert {option} OUT --against SRC --verify full`",
+            f"for example: dsv4 convert {option} OUT --against SRC --verify full",
         )
     (_finish if finish is not None else _check)(out, folder, comparison)
 
@@ -70,7 +70,7 @@ def _finish(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     from dsv4cli.engine.conversion.finish import finish, joined_before
 
     if joined_before(folder):
-        out.status(f"{folder} is finished already: checking it")
+        out.status(f"{folder} is already finished; checking it")
         _check(out, folder, comparison)
         return
     with _checking(out, comparison) as how:
@@ -86,8 +86,8 @@ def _finish(out: Output, folder: Path, comparison: ComparisonOptions) -> None:
     if done.found is not None:
         out.line(verdict(done.found))
     if done.cut:
-        out.warning("matrices that are cut across the parts have not been compared with the source")
-        out.hint(f"compare them: `dsv4 convert --check {shell_word(folder)} --against SRC`")
+        out.warning("matrices split across parts have not been compared with the source")
+        out.hint(f"to compare them: dsv4 convert --check {shell_word(folder)} --against SRC")
     out.hint(next_step(folder, done.to))
 
 

@@ -15,11 +15,11 @@ def report_rounding(out: Output, conversion: "Conversion", device: Any, workers:
     """Print the tensors that will be rounded most, and return the relative error of each that will be rounded."""
     from dsv4cli.engine.conversion.rounding import rounded_matrices
 
-    with out.counting("looking for what will be rounded") as progress:
+    with out.counting("looking for values that will be rounded") as progress:
         found = rounded_matrices(conversion, device, workers, lambda done, total: progress(done, total, ""))
     if found:
-        what = f"--to {conversion.target.name} does not have the values of {counted(len(found), 'tensor')}"
-        out.warning(f"{what}; relative errors of the rounding, in a sample:")
+        what = f"--to {conversion.target.name} rounds the values of {counted(len(found), 'tensor')}"
+        out.warning(f"{what}; relative rounding errors, in a sample:")
     for name, error in islice(found.items(), SHOWN):
         out.status(f"  {name}  {error:.2g}")
     if len(found) > SHOWN:

@@ -124,8 +124,8 @@ def _both(
     would ask for another. What is wrong with either is said before the first is asked."""
     if started:
         raise UsageError(
-            "torchrun shares one model among its ranks, and --against names a second",
-            "use --tp; or store the results of each with --out, and compare with --against FILE.jsonl",
+            "--against with a second model does not work under torchrun",
+            "use --tp; or evaluate each model with --out, and compare with --against FILE.jsonl",
         )
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
     first = read_body(job, given, questions)

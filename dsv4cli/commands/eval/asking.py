@@ -106,13 +106,13 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
     header, outcomes = read_results(path)
     if header["digest"] != asked.digest:
         raise UsageError(
-            f"{path} has results of other questions than {asked.name}",
+            f"{path} has results for other questions than {asked.name}",
             "ask both models the same questions, with the same --limit and --choices",
         )
     if set(outcomes) != set(range(len(asked.items))):
         raise UsageError(
             f"{path} has {len(outcomes):,} of {counted(len(asked.items), 'result')}",
-            f"let the command that writes it go on: it asks {header['model']}",
+            f"finish it first: run the command that writes it, for {header['model']}, again",
         )
     return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
 
@@ -193,7 +193,7 @@ def _sink(job: Job, asking: Asking) -> "Iterator[tuple[dict[int, Outcome], Calla
         file.order()
     except BaseException:
         total = counted(len(asking.posed), "result")
-        job.out.status(f"{len(file.outcomes):,} of {total} are in {asking.out}; the same command continues")
+        job.out.status(f"{len(file.outcomes):,} of {total} are in {asking.out}; run the same command again to continue")
         raise
     finally:
         file.close()

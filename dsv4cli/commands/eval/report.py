@@ -58,18 +58,18 @@ def _remarks(one: "ScoreSummary") -> Iterator[str]:
     if cut and one.judged:
         least, most = (100 * count / (one.judged + cut) for count in (right, right + cut))
         yield (
-            f"the score leaves out {counted(cut, 'answer')} cut at the limit; it is between {least:.1f} and {most:.1f} "
-            f"% with {'it' if cut == 1 else 'them'}"
+            f"the score excludes {counted(cut, 'answer')} cut off at the limit; with {'it' if cut == 1 else 'them'} "
+            f"it would be between {least:.1f} and {most:.1f} %"
         )
     elif cut:
-        yield f"there is no score: {counted(cut, 'answer')} {'was' if cut == 1 else 'were'} cut at the limit"
+        yield f"there is no score: {counted(cut, 'answer')} {'was' if cut == 1 else 'were'} cut off at the limit"
     if one.rulings["unjudged"]:
-        yield f"{counted(one.rulings['unjudged'], 'answer')} without a rule to judge by"
+        yield f"{counted(one.rulings['unjudged'], 'answer')} could not be judged: no rule applies"
     if one.continuations:
         own = f"{one.common_prefix / one.continuations:.1f} of {one.continuation_tokens / one.continuations:.1f}"
         yield (
-            f"continuations: NLL {_plus_minus(one.nll)} nats a token; {one.first_token:,} of {one.continuations:,} "
-            f"begin as the model would; it writes {own} tokens itself"
+            f"continuations: NLL {_plus_minus(one.nll)} nats per token; the model's first token is right in "
+            f"{one.first_token:,} of {one.continuations:,}; it reproduces the first {own} tokens on average"
         )
 
 
@@ -89,7 +89,7 @@ def _against(results: ModelResults, others: ModelResults, found: "Pairing") -> I
     yield f"{own} against {other}{differing_settings(others.header, results.header)}"
     if found.compared:
         yield (
-            f"answers: {found.gained:,} right here only, {found.lost:,} right there only, of {found.compared:,}; "
+            f"answers: {found.gained:,} gained, {found.lost:,} lost, of {found.compared:,}; "
             f"{_points(found.difference)}, p = {found.answers_p:.2g}"
         )
     if found.nll_items:
@@ -114,8 +114,8 @@ def _points(mean: "Mean") -> str:
 
 def _sentence(own: str, other: str, verdict: "PairingVerdict") -> str:
     return {
-        "same": f"{own} and {other} give the same answers and the same numbers",
-        "different": f"{own} and {other} are not the same, and neither is significantly better",
+        "same": f"{own} and {other} have the same answers and the same numbers",
+        "different": f"{own} and {other} differ, but neither is significantly better",
         "worse": f"{own} is significantly worse than {other}",
         "better": f"{own} is significantly better than {other}",
     }[verdict]

@@ -210,7 +210,7 @@ def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
 def _check_unasked(given: Mapping[str, str | int | None]) -> None:
     for option, value in given.items():
         if value is not None:
-            raise UsageError(f"{option} is for --fit", f"add it: --fit {option} {shell_word(str(value))}")
+            raise UsageError(f"{option} needs --fit", f"add it: --fit {option} {shell_word(str(value))}")
 
 
 def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | None, context: int, batch: int) -> bool:
@@ -229,7 +229,7 @@ def _remote(result: "Inspection") -> dict[str, Any]:
 
 def _ask_diff(out: Output, result: "Inspection", other: str, layer: str | None, tensor: str | None) -> bool:
     if layer is not None and not layer.isdecimal():
-        raise UsageError(f"--diff compares main layers, not {layer}", "choose a part with --tensor")
+        raise UsageError(f"--diff --layer needs the number of a main layer, not {layer}", "select a part with --tensor")
     return show_diff(out, result.source.name, other, None if layer is None else int(layer), tensor)
 
 
@@ -252,7 +252,7 @@ def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
     identity, name = _known(result), result.source.name
     if isinstance(result.source, RemoteSource):
         fetch = f"dsv4 download {shell_word(result.source.repository)}"
-        raise UsageError(f"the weights of {name} are not here", f"fetch them with `{fetch}`")
+        raise UsageError(f"the weights of {name} are not on this machine", f"download them: {fetch}")
     if not isinstance(identity, FolderIdentity):
         raise UsageError(f"{name} has no files to read values from", "leave --values out")
     return show_values(out, identity, depth)
@@ -261,6 +261,6 @@ def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
 def _known(result: "Inspection") -> "Identity":
     if result.identity is None:
         raise UsageError(
-            f"no file says which model {result.source.name} belongs to", "put its config.json beside the file"
+            f"cannot tell which model {result.source.name} belongs to", "put its config.json into the same folder"
         )
     return result.identity

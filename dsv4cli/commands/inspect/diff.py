@@ -21,14 +21,11 @@ SHOWN = 8
 VERDICTS = {
     "identical": "with the same bytes",
     "equal": "with the same values in other bytes",
-    "zero_signs": "with the same values, but for the sign of zeros",
+    "zero_signs": "with the same values, except the sign of zeros",
     "different": "with other values",
     "unreadable": "that cannot be compared",
 }
-ZERO_NOTE = (
-    "Readers of FP4 disagree on code 8: the official table makes it 0, transformers -0. It changes no result of the "
-    "model."
-)
+ZERO_NOTE = "FP4 code 8 is 0 in the official table and -0 in transformers. The model's results are the same."
 
 
 def show_diff(out: Output, model: str, other: str, layer: int | None = None, tensor: str | None = None) -> bool:
@@ -60,7 +57,7 @@ def compare(
         found = diff_models(_identity(a), _identity(b), progress, _wanted(layer, tensor))
     if not (found.matrices or found.only_a or found.only_b):
         what = f"layer {layer}" if tensor is None else f"the tensor {tensor!r}"
-        raise UsageError(f"neither model has {what}", f"`dsv4 inspect {shell_word(a.name)} --tree` lists the names")
+        raise UsageError(f"neither model has {what}", f"list the names: dsv4 inspect {shell_word(a.name)} --tree")
     seconds = max(monotonic() - start, 1e-9)
     out.status(
         f"read {size_text(found.nbytes)} in {duration_text(seconds)}, {size_text(int(found.nbytes / seconds))}/s"
@@ -81,7 +78,7 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
         return source.identity
     remedy = "name a folder, a file or a downloaded model"
     if isinstance(source, RemoteSource):
-        remedy = f"fetch them with `dsv4 download {shell_word(source.repository)}`"
+        remedy = f"download them: dsv4 download {shell_word(source.repository)}"
     raise UsageError(f"{source.name} has no weights on this machine to compare", remedy)
 
 
@@ -115,7 +112,7 @@ def report_diff(out: Output, found: "Diff") -> None:
 def _how_equal(found: "Diff") -> str:
     if found.counts["identical"] == len(found.matrices):
         return f"all {len(found.matrices):,} matrices, byte for byte"
-    signs = ", but for the sign of zeros" if found.counts["zero_signs"] else ""
+    signs = ", except the sign of zeros" if found.counts["zero_signs"] else ""
     return f"all {len(found.matrices):,} matrices have the same values{signs}"
 
 
@@ -124,7 +121,7 @@ def _sides(out: Output, found: "Diff") -> None:
     for field in found.fields[:SHOWN]:
         out.paragraph(f"{field.name}: {field.a} in A, {field.b} in B", "  ")
     if len(found.fields) > SHOWN:
-        out.line(f"  and {len(found.fields) - SHOWN:,} more fields of the configuration; --json lists them all")
+        out.line(f"  and {len(found.fields) - SHOWN:,} more configuration fields; --json lists them all")
     for side, names in (("A", found.only_a), ("B", found.only_b)):
         if names:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -137,7 +134,7 @@ def _worst(out: Output, found: "Diff") -> None:
     for words, number in patterns.most_common(SHOWN) if len(worst) > 1 else []:
         out.paragraph(f"{number:,} of them: {words}", "  ")
     out.line()
-    out.line("the worst first")
+    out.line("worst first")
     for matrix in worst[:SHOWN]:
         out.line(f"  {brief_line(matrix.name)}  {matrix.forms[0]} in A, {matrix.forms[1]} in B")
         for line in _numbers(matrix):

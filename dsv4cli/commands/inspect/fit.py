@@ -47,7 +47,7 @@ def _report(out: Output, answer: "FitAnswer") -> None:
     fit = answer.fit
     shares = _shown(fit)
     out.line(f"{answer.model} {_answer(answer)}", strong=True)
-    out.line(f"for {fit.context:,} tokens" + (f" each, {fit.batch} sequences at once" if fit.batch > 1 else ""))
+    out.line(f"for {fit.context:,} tokens" + (f" each, {fit.batch} concurrent sequences" if fit.batch > 1 else ""))
     out.line()
     out.line(f"bytes on each device ({UNIT_NOTE})")
     out.table(_rows(shares), numbers=True)
@@ -103,7 +103,7 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
     heads = [f"{share.ranks} GPU{'s' * (share.ranks > 1)}" if share.on_gpu else "RAM" for share in shares]
     rows = [["", *heads], row("  weights", [share.weights for share in shares])]
     if any(share.ranks > 1 for share in shares):
-        rows.append(row("    whole on each", [share.whole for share in shares]))
+        rows.append(row("    replicated", [share.whole for share in shares]))
     return [
         *rows,
         row("  cache", [share.cache for share in shares]),
@@ -119,15 +119,15 @@ def _rows(shares: "list[Share]") -> list[list[str]]:
 def _notes(fit: "Fit", shares: "list[Share]") -> "Iterator[str]":
     for gpu in fit.machine.older:
         yield (
-            f"{gpu.torch_name} ({gpu.name}) is left out: it has compute capability {gpu.capability}, and the kernels "
+            f"{gpu.torch_name} ({gpu.name}) is not used: it has compute capability {gpu.capability}, and the kernels "
             "need 8.0 or newer."
         )
     if any(share.ranks > 1 for share in shares):
         parts = ", ".join(f"{family} {size_text(size)}" for family, size in list(fit.whole.items())[:SHOWN])
-        yield f"Whole on every GPU: the cache, and these weights: {parts}."
+        yield f"Replicated on every GPU: the KV cache and these weights: {parts}."
     best = fit.best or shares[0]
     yield (
-        f"Workspace: the most that the tensors of a step take, with prompts in chunks of {best.chunk:,} tokens. "
+        f"Workspace: peak memory of a step's tensors, with prefill chunks of {best.chunk:,} tokens. "
         "Reserve: CUDA, Python, libraries."
     )
     if fit.best is not None:
@@ -141,19 +141,19 @@ def _of_the_best(fit: "Fit", best: "Share") -> "Iterator[str]":
     if placement.division is not None:
         division = placement.division
         yield (
-            f"{where} are {division.rows} of each layer's {division.experts} experts at a time; {division.offloaded} "
-            f"stay in host memory, with the embedding {size_text(best.host * best.ranks)} in all."
+            f"{where} {division.rows} of each layer's {division.experts} experts fit; {division.offloaded} "
+            f"stay in host memory, {size_text(best.host * best.ranks)} with the embedding."
         )
     if placement.dequantized:
-        yield f"{where} the weights are dequantized to fp32 when they are loaded, for speed."
+        yield f"{where} the weights are dequantized to FP32 at load time, for speed."
     if fit.drafter == "none":
-        yield "The model has no drafter: no drafts."
+        yield "The model has no drafter, so drafts are off."
     elif placement.drafter:
-        yield f"{where} drafts are on; the drafter is among the weights."
+        yield f"{where} drafts are on; the weights include the drafter."
     elif placement.division is not None:
         yield f"{where} drafts are off: they do not pay with experts in host memory."
     else:
-        yield f"{where} drafts are off: the drafter finds no room beside the other weights."
+        yield f"{where} drafts are off: the drafter does not fit next to the other weights."
     batch = "this batch" if fit.batch > 1 else "one sequence"
     longest, most = fit.largest_context, fit.largest_batch
-    yield f"{where} the largest context of {batch} is {longest:,} tokens, and this context fits {most} sequences."
+    yield f"{where} the largest context for {batch} is {longest:,} tokens; {most} sequences fit at this context."

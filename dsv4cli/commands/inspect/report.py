@@ -55,20 +55,20 @@ def show_problem(out: Output, result: "Inspection") -> None:
             out.line(f"  and {coverage.count - SHOWN:,} more; --json lists them all")
         out.line(f"→ {problem.remedy}")
     elif contents:
-        known = ", all as the model needs them" if coverage else "; there is no config.json that names its model"
-        out.line(f"{name} is sound: {contents.tensors:,} tensors{known}", strong=True)
+        known = ", all as the model requires" if coverage else "; no config.json says which model they belong to"
+        out.line(f"{name} is valid: {contents.tensors:,} tensors{known}", strong=True)
     elif coverage:
-        out.line(f"{name} would load: all {coverage.expected:,} tensors are there and as expected", strong=True)
+        out.line(f"{name} would load: all {coverage.expected:,} tensors are present and as expected", strong=True)
     else:
-        out.line(f"{name}: random weights in the stored formats, no files", strong=True)
+        out.line(f"{name}: random weights in the model's formats, no files", strong=True)
     for note in result.notes:
-        out.paragraph(f"note: {note}; dsv4 goes by the tensors, other programs may not", "  ")
+        out.paragraph(f"note: {note}; dsv4 uses the tensors, other programs may not", "  ")
 
 
 def _complaint(result: "Inspection") -> str:
     if result.contents:
-        return "is not sound"
-    return "is complete, and dsv4 does not run its layout" if result.runs_elsewhere else "would not load"
+        return "is damaged"
+    return "is complete, but dsv4 cannot run its layout" if result.runs_elsewhere else "would not load"
 
 
 def show_report(out: Output, result: "Inspection") -> None:
@@ -100,10 +100,10 @@ def _identity(result: "Inspection", identity: "Identity") -> "Iterator[tuple[str
     yield from _layout(result)
     words = textwrap.wrap(f"{config.num_hidden_layers} with ratios {schedule(config.layer_ratios)}", VALUE_WIDTH)
     yield from zip(["layers", *[""] * len(words)], [*words, KINDS], strict=True)
-    yield "experts", f"{config.n_routed_experts} a layer, {config.num_experts_per_tok} for a token, and 1 shared"
+    yield "experts", f"{config.n_routed_experts} per layer, {config.num_experts_per_tok} per token, and 1 shared"
     if config.num_hash_layers:
         first = "layer 0" if config.num_hash_layers == 1 else f"layers 0 to {config.num_hash_layers - 1}"
-        yield "", f"chosen by token id in {first}, by score in the others"
+        yield "", f"selected by token id in {first}, by score in the others"
     yield "context", f"{config.max_position_embeddings:,} tokens"
     named = {form: storage.words for form, storage in STORAGE.items()}
     if getattr(identity, "layout", "") == "gguf":
@@ -125,7 +125,7 @@ def _release(identity: "Identity") -> "Iterator[tuple[str, str]]":
     if identity.config.release is not None:
         yield "release", used
         return
-    yield "release", f"unknown; prompts are written as for {used}"
+    yield "release", f"unknown; prompts use the format of {used}"
     if getattr(identity, "layout", "") != "gguf":
         others = " or ".join(f'"{release}"' for release in KNOWN)
         yield "", f'to state it, set "{RELEASE_KEY}" in config.json to {others}'
@@ -145,7 +145,7 @@ def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
     metadata = identity.metadata
     tokens = metadata.get("tokenizer.ggml.tokens")
     cut = metadata.get("tokenizer.ggml.pre", "unnamed")
-    words = f"{len(tokens):,} tokens, text cut as {cut}" if isinstance(tokens, list) else "none"
+    words = f"{len(tokens):,} tokens, pre-tokenizer {cut}" if isinstance(tokens, list) else "none"
     yield "vocabulary", brief_line(words + (", a chat template" if "tokenizer.chat_template" in metadata else ""))
     yield "metadata", f"{len(metadata)} keys; --json has them"
 
@@ -153,10 +153,10 @@ def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
 def _layout(result: "Inspection") -> "Iterator[tuple[str, str]]":
     layout, coverage = getattr(result.identity, "layout", "official"), result.coverage
     if layout != "official":
-        cut = f"official convert.py's, cut for {layout.removeprefix('mp')} processes"
+        cut = f"official convert.py's, split for {layout.removeprefix('mp')} processes"
         yield "layout", LAYOUTS.get(layout, cut)
         if coverage and coverage.complete and not result.contents:
-            yield "", f"all {coverage.expected:,} tensors of this layout are there"
+            yield "", f"all {coverage.expected:,} tensors of this layout are present"
 
 
 def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
@@ -165,7 +165,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
     yield (
         "",
         (
-            f"{count_text(sizes.active)} active for a token, {count_text(sizes.active_without_embedding)} of them "
+            f"{count_text(sizes.active)} active per token, {count_text(sizes.active_without_embedding)} of them "
             "outside the embedding"
         ),
     )

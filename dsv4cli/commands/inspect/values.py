@@ -32,7 +32,7 @@ def report_values(out: Output, report: "ValueReport") -> None:
     part = "" if report.nbytes == report.nbytes_all else f" of {size_text(report.nbytes_all)}"
     out.line(f"values: {DEPTHS[report.depth]}, {size_text(report.nbytes)}{part}, {report.tensors:,} tensors")
     if report.absent:
-        out.line(f"  {report.absent:,} tensors are not there and were not read")
+        out.line(f"  {report.absent:,} tensors are missing and were not read")
     _findings(out, report)
     out.line()
     out.table([("  family", "values", "mean |x|", "rms", "min", "max", "zeros"), *_rows(report)], numbers=True)
@@ -49,7 +49,7 @@ def _findings(out: Output, report: "ValueReport") -> None:
     for finding in report.findings:
         groups.setdefault((finding.severity, finding.check), []).append(finding)
     if not groups:
-        out.line("  nothing is wrong, nothing is suspicious", strong=True)
+        out.line("  no errors, nothing suspicious", strong=True)
     for (severity, _), findings in groups.items():
         for finding in findings[:SHOWN]:
             out.paragraph(f"{severity}: {finding.message}", "  ", strong=severity == "wrong")

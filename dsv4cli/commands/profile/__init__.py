@@ -132,11 +132,11 @@ def kernels(
     shapes = read_shapes(model, tp)
     check_context(shapes, counts, length)
     measured = profile_kernels(shapes, counts, length, only or (), torch_device, chosen)
-    out.status(f"measuring on {torch_device}; this takes a while at the shapes of a large model")
+    out.status(f"measuring on {torch_device}; this takes a while for a large model")
     document = kernels_document(model, chosen, tp, torch_device, measure_ceilings(torch_device), measured)
     again = _again(document, old, as_json)
     if again:
-        out.status(f"timing {counted(len(again), 'operation')} once more: a difference between two passes is noise")
+        out.status(f"timing {counted(len(again), 'operation')} again, to tell changes from noise")
         time_again(shapes, again, torch_device, chosen)
     if plot is not None:
         draw_roofline(document, plot)

@@ -5,8 +5,8 @@ from typing import Any
 from dsv4cli.commands.profile.report import time_text, warn_of_spreads
 from dsv4cli.output import Output, counted
 
-ROWS = ("rows", "time", "of 1 row", "each more", "sampling")
-LENGTHS = ("accepted length", "a token", "tokens/s", "faster")
+ROWS = ("rows", "time", "vs 1 row", "per extra row", "sampling")
+LENGTHS = ("accepted length", "per token", "tokens/s", "faster")
 
 
 def show_drafts(out: Output, draft: dict[str, Any]) -> None:
@@ -17,7 +17,7 @@ def show_drafts(out: Output, draft: dict[str, Any]) -> None:
     out.line()
     out.table(
         [
-            ("drafts", f"{draft['drafter']}, {draft['drafts']} a step, temperature {draft['temperature']:g}"),
+            ("drafts", f"{draft['drafter']}, {draft['drafts']} per step, temperature {draft['temperature']:g}"),
             ("step", f"{counted(last['rows'], 'row')} of each sequence in {time_text(draft['step_seconds'])}"),
             ("", f"verifying {parts[0]}, sampling {parts[1]}, drafting {parts[2]}"),
             ("", f"drafting is {drafting['share']:.1%} of it"),
@@ -33,7 +33,7 @@ def show_drafts(out: Output, draft: dict[str, Any]) -> None:
     out.table([LENGTHS, *(_length(name, line) for name, line in lengths)], numbers=True)
     out.line()
     out.paragraph(
-        "The rows are random tokens, which share few experts. Those of a text share more, so a row costs at most this."
+        "The rows are random tokens, which share few experts. Rows of text share more, so a row costs at most this."
     )
     warn_of_spreads(out, [*rows, drafting])
 
@@ -48,8 +48,8 @@ def _launches(model: dict[str, Any] | None, drafter: dict[str, Any] | None) -> l
 def _break_even(draft: dict[str, Any]) -> str:
     length, most = draft["break_even"], draft["drafts"] + 1
     if length > most:
-        return f"{length:.2f} tokens a step, of which {most} are the most: these drafts never pay"
-    return f"{length:.2f} tokens a step; drafts pay above that"
+        return f"{length:.2f} tokens per step, but the maximum is {most}: these drafts never pay"
+    return f"{length:.2f} tokens per step; drafts pay above that"
 
 
 def _row(line: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ def show_kernels(out: Output, document: Document) -> None:
             out.table([OTHERS, *(_others(line) for line in compared)], numbers=True)
             out.line()
         if any(line["seconds"]["method"] == "events" for line in shown):
-            out.line("operations that wait for the host are timed one by one, with their gaps")
+            out.line("operations that wait for the host are timed one by one, including the gaps")
         if not any(line["cold"] for line in shown):
-            out.line("inputs may be in the cache: it is emptied on a GPU only, and for large inputs")
+            out.line("inputs may be in the cache, which is flushed only on a GPU for large inputs")
     for line in results:
         if line["skipped"]:
             out.line(f"skipped {line['name']} x{line['tokens']}: {line['skipped']}")
@@ -53,13 +53,13 @@ def show_step(out: Output, document: Document) -> None:
         ("step", f"{what}: {sequences}, {tokens} of each after {document['context']:,}"),
         ("time", f"{time_text(seconds['median'])} ({time_text(seconds['low'])} to {time_text(seconds['high'])})"),
         ("", f"{document['tokens_per_second']:,.1f} tokens/s" + (", in a CUDA graph" if document["captured"] else "")),
-        ("weights", f"{size_text(weights['bytes'])} read, which alone takes {time_text(weights['floor_seconds'])}"),
+        ("weights", f"{size_text(weights['bytes'])} read, which takes at least {time_text(weights['floor_seconds'])}"),
         ("", f"{weights['of_bandwidth']:.1%} of the bandwidth measured"),
     ]
     launched = document["kernels"]
     if launched:
         each = launched["per_token"]
-        rows.append(("kernels", f"{launched['count']:,} in the step, {each['count']:,.0f} for a token"))
+        rows.append(("kernels", f"{launched['count']:,} in the step, {each['count']:,.0f} per token"))
         rows.append(
             ("gaps", f"{time_text(launched['gap_seconds'])}: the GPU is busy {time_text(launched['busy_seconds'])}")
         )
@@ -76,7 +76,7 @@ def show_changes(out: Output, comparison: "BaselineComparison") -> None:
     """Before, now, their ratio and whether it means anything, after what differs beside the times."""
     out.line()
     if not comparison.same_device:
-        out.warning("the baseline was measured on another device: the ratios compare machines")
+        out.warning("the baseline was measured on another device, so the ratios compare two machines")
     for name, (before, now) in comparison.differences.items():
         out.line(f"{name}: {before}, now {now}")
     rows = [
@@ -92,8 +92,8 @@ def show_changes(out: Output, comparison: "BaselineComparison") -> None:
     out.table([("since the baseline", "before", "now", "faster", ""), *rows], numbers=True)
     if any(change.verdict == "unclear" for change in comparison.changes):
         out.warning(
-            f"the device itself was up to {comparison.drift:.2f} times as fast in one of the runs: something else ran, "
-            "and nothing is clear; measure both again"
+            f"the device was up to {comparison.drift:.2f} times as fast in one of the runs: another program ran; "
+            "measure both again"
         )
 
 
@@ -102,7 +102,7 @@ def warn_of_spreads(out: Output, shown: list[Document]) -> None:
     loose = [line for line in shown if _spread(line) > WIDE]
     if loose:
         out.warning(
-            f"{len(loose)} of {counted(len(shown), 'time')} spread by more than {WIDE:.0%}: something else may have run"
+            f"{len(loose)} of {counted(len(shown), 'time')} with a spread above {WIDE:.0%}: something else may have run"
         )
 
 
@@ -113,8 +113,8 @@ def _warn_of_rates(out: Output, shown: list[Document]) -> None:
         names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])
         more = f" and {len(over) - 3} more" if len(over) > 3 else ""
         out.warning(
-            f"over {IMPOSSIBLE:.0%} of the measured maximum: {names}{more}; something else ran while that was "
-            "measured, or the inputs were in the cache"
+            f"over {IMPOSSIBLE:.0%} of the measured maximum: {names}{more}; another program ran during that "
+            "measurement, or the inputs were in the cache"
         )
 
 
@@ -177,7 +177,7 @@ def _part(line: Document) -> tuple[str, ...]:
 
 def _layer(layer: Document) -> list[tuple[str, ...]]:
     """A layer with this attention, kernel by kernel."""
-    lines = [*layer["kernels"], {**layer, "name": "in all"}]
+    lines = [*layer["kernels"], {**layer, "name": "total"}]
     head = f"{layer['kind']}, mean of {counted(layer['layers'], 'layer')}"
     return [
         (head, "to its end", "idle before"),

@@ -68,7 +68,7 @@ def warm(
     """
     out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:
-        raise UsageError("--serve and --batch cannot be combined", "leave out --batch: serve answers up to 64 at once")
+        raise UsageError("--serve and --batch cannot be combined", "remove --batch: serve answers up to 64 at once")
     from dsv4cli.engine.compiling.card import find_card
     from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.process import cache_folder
@@ -89,8 +89,8 @@ def warm(
     out.document(document | {"failed": counts.failed, "seconds": seconds, "folder": str(cache_folder())})
     if counts.failed:
         raise Dsv4Error(
-            f"{counted(len(counts.failed), 'thing')} could not be compiled ahead",
-            "run it again; what fails again is compiled where it is launched",
+            f"cannot compile {counted(len(counts.failed), 'kernel')} in advance",
+            "run the command again; kernels that still fail are compiled at their first launch",
             counts.failed[:MOST_SHOWN],
         )
 

@@ -167,7 +167,7 @@ def _check_modes(given: Inputs) -> None:
     own = {"a prompt": given.prompt, "--file": given.files or None}
     names = [name for name, value in modes.items() if value is not None]
     if len(names) > 1:
-        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "use one of them")
     for name in names:
         _apart(name, own)
     if given.system is not None and names and names[0] in ("--messages", "--score"):
@@ -176,7 +176,7 @@ def _check_modes(given: Inputs) -> None:
         _apart("--score", {"--samples": given.samples > 1 or None})
     if given.prompts is None and (given.out is not None or given.skip_bad):
         raise UsageError(
-            f"{'--out' if given.out else '--skip-bad'} works with --prompts only", "add --prompts FILE.jsonl"
+            f"{'--out' if given.out else '--skip-bad'} works only with --prompts", "add --prompts FILE.jsonl"
         )
 
 
@@ -184,4 +184,4 @@ def _apart(option: str, others: Mapping[str, object]) -> None:
     """Raises UsageError for another option beside this one."""
     for name, value in others.items():
         if value is not None:
-            raise UsageError(f"{name} and {option} cannot be combined", "give one of them")
+            raise UsageError(f"{name} and {option} cannot be combined", "use one of them")

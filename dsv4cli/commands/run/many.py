@@ -75,7 +75,7 @@ def read_many(job: Job, source: Source) -> AnswerBatch:
     questions, prompts = _prompts(job, source)
     named = sorted({one.model for one in questions if one.model is not None})
     if named:
-        job.out.status(f"some lines name {', '.join(named)} as their model; {job.source.name} answers them")
+        job.out.status(f"some lines ask for the model {', '.join(named)}; {job.source.name} answers them")
     if source.out is None:
         asked = _asked(job, source, questions, prompts, job.sampling)
         return AnswerBatch(asked, len(asked), job.sampling.seed, None)
@@ -116,9 +116,9 @@ def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: b
     from dsv4cli.engine.text.inputs import name_of, refuse
 
     if not source.skip_bad or not any_good:
-        refuse(source.path, bad, "" if source.skip_bad else ", or leave them out with --skip-bad")
+        refuse(source.path, bad, "" if source.skip_bad else ", or skip them with --skip-bad")
     for one in sorted(bad, key=lambda one: one.number):
-        out.warning(f"{name_of(source.path)}, line {one.number} is left out: {one.error.message}")
+        out.warning(f"{name_of(source.path)}, line {one.number} is skipped: {one.error.message}")
 
 
 def _asked(
@@ -159,8 +159,8 @@ def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
             what = f"the answer with index {key[0]}"
             raise UsageError(
-                f"{file.path} belongs to another command: {what} is to another prompt, or drawn with other options",
-                "name another file for --out, or remove this one",
+                f"{file.path} belongs to another command: {what} has another prompt or other options",
+                "use another file for --out, or remove this one",
             )
     return [one for one in asked if one.key not in file.records]
 
@@ -173,7 +173,7 @@ def answer_many(job: Job, many: AnswerBatch) -> None:
         if many.asked:
             _answer(job, many, clock, take)
     if not many.asked:
-        job.out.status(f"{many.out} has {counted(many.total, 'answer')} already; none is missing")
+        job.out.status(f"{many.out} already has all {counted(many.total, 'answer')}")
         return
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
@@ -223,7 +223,9 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
         file.order()
     except BaseException:
         there = f"{len(file.records):,} of {counted(many.total, 'answer')}"
-        job.out.status(f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; the same command continues")
+        job.out.status(
+            f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; run the same command again to continue"
+        )
         raise
     finally:
         file.close()

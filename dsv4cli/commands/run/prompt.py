@@ -25,7 +25,7 @@ def conversation(
     piped = _read_stdin(demanded=prompt == "-")
     parts = [part for part in ("" if prompt == "-" else prompt or "", *texts, piped) if part]
     if not parts:
-        raise UsageError("there is no prompt", 'give one: dsv4 run "What is 17 + 25?"')
+        raise UsageError("there is no prompt", 'add one: dsv4 run "What is 17 + 25?"')
     return from_prompt("\n\n".join(parts), system)
 
 

@@ -36,7 +36,7 @@ def _lead(job: Job, size: int, work: Work) -> None:
     """Carries out the work as rank 0 of `size` on this machine."""
     from dsv4cli.engine.system.ending import ends_soon
 
-    with ends_soon(left_by(job.out)), leading_ranks(job, size, "see whether memory ran out") as led:
+    with ends_soon(left_by(job.out)), leading_ranks(job, size, "check whether the machine ran out of memory") as led:
         _carry_out(led, work)
 
 
@@ -51,14 +51,16 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
 
     with joined(job.device) as (world, device):
         if size not in (None, world.size):
-            raise UsageError(f"--tp {size}, and torchrun has started {counted(world.size, 'rank')}", "leave out --tp")
+            raise UsageError(
+                f"--tp {size} does not match torchrun, which started {counted(world.size, 'rank')}", "remove --tp"
+            )
         check_shares(job, world.size)
         own = replace(job, device_name=str(device), world=world, loaded=interruptible)
         if world.rank > 0:
             follow_leader(own, world)  # its files may lie elsewhere on another machine
             return
         work = read()
-        job.out.status(f"{world.size} ranks; sums go through {world.reduce_backend}")
+        job.out.status(f"{world.size} ranks; all-reduce uses {world.reduce_backend}")
         followers = Followers(world)
         try:
             _carry_out(replace(own, followers=followers), work)

@@ -102,7 +102,7 @@ def serve(
 
     keys = () if api_key_file is None else read_keys(api_key_file)
     if not keys and not is_loopback(host):
-        out.warning(f"whoever reaches {host} can use this server: --api-key-file asks for a key")
+        out.warning(f"anyone who can reach {host} can use this server; to require a key, use --api-key-file")
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = CacheOptions(memory, step_ms)
@@ -116,12 +116,17 @@ def _check(device: str, torchrun: bool, host: str, names: tuple[str, ...]) -> No
 
     check_device(device)
     require(bool(host), "--host", "empty", "use 127.0.0.1, 0.0.0.0 or an address of this machine")
-    require(all(map(str.strip, names)), "--alias", "empty", "give a name, or leave it out")
+    require(all(map(str.strip, names)), "--alias", "empty", "use a name, or remove --alias")
     if torchrun:
-        raise UsageError("serve starts its ranks itself, on one machine", "leave out torchrun and give --tp")
+        raise UsageError(
+            "serve cannot run under torchrun: it starts its own ranks, on one machine",
+            "run it without torchrun and with --tp",
+        )
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(f"dsv4 serve needs {error.name}", "pip install 'dsv4[serve]'") from None
+        raise UsageError(
+            f"dsv4 serve needs the package {error.name}", "install it: pip install 'dsv4[serve]'"
+        ) from None

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.server.http import HttpServer
     from dsv4cli.engine.server.warm import CacheOptions
 
-LOST_RANK = "see whether memory ran out, and start the server again"
+LOST_RANK = "check whether the machine ran out of memory, then restart the server"
 # how long a step that runs at the end may take
 LAST_STEP_SECONDS = 5
 
@@ -129,7 +129,7 @@ class Running:
     def _confess(self, traceback: str) -> None:
         """Shows an error that is ours; the server goes on."""
         with suppress(ReaderGone):
-            what, remedy = "a request has met a fault of this program", "report it, with the lines above"
+            what, remedy = "a request failed because of a bug in dsv4", "please report it with the lines above"
             self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))
 
     def _begin(self, bound: socket.socket) -> None:
@@ -144,7 +144,7 @@ class Running:
 
         now = perf_counter()
         after, all_of_it = duration_text(now - self._weights), duration_text(now - self._start)
-        self._say(f"ready {after} after the weights, {all_of_it} after the start; Ctrl-C ends it")
+        self._say(f"ready in {all_of_it} ({after} after loading the weights); press Ctrl-C to stop")
         self._out.line(url_of(bound))
 
     def _end(self, number: int, server: "HttpServer") -> None:
@@ -153,7 +153,7 @@ class Running:
                 return
             self._leave_now()
         self._number = number
-        self._say(f"answers that run have {self._policy.grace:g} s to finish; Ctrl-C again ends them")
+        self._say(f"running answers have {self._policy.grace:g} s to finish; press Ctrl-C again to stop at once")
         server.stop()
 
     def _leave_now(self) -> None:

@@ -121,6 +121,6 @@ def _check(change: SideOptions, *, slots: bool) -> None:
     """Raises UsageError for options that say nothing, or too much."""
     if slots == (change != SideOptions()):
         raise UsageError(
-            "--slots goes alone" if slots else "nothing says what is different on the other side",
-            "give --slots, or some of --against, --backend, --numerics, --device, --tp, --prefill-chunk and --drafts",
+            "--slots cannot be combined with other changes" if slots else "no option says how the other side differs",
+            "use --slots alone, or any of --against, --backend, --numerics, --device, --tp, --prefill-chunk, --drafts",
         )

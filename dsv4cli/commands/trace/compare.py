@@ -59,7 +59,7 @@ def compare(
         left = open_recording(one)
         right = open_recording(other, left.manifest)
         if None not in (weights := {left.manifest.weights, right.manifest.weights}) and len(weights) > 1:
-            out.warning(f"{one} and {other} are of other weights")
+            out.warning(f"{one} and {other} were recorded with different weights")
         noise, halves = _noise(left, right)
         comparison = compared(left, right, noise, fed=right.manifest.fed, halves=halves)
         draw(comparison)
@@ -98,6 +98,6 @@ def _noise(one: "Recording", other: "Recording") -> "tuple[Noise, Noise | None]"
             is_sharper = not other.manifest.fed and has_noise_of(recording.manifest, one.manifest, other.manifest)
             return noise, load_noise(folder, fed=True) if is_sharper else None
     raise UsageError(
-        f"neither {one.name} nor {other.name} knows what rounding explains",
-        f"record one of them anew: dsv4 trace record MODEL --like {shell_word(Path(one.name))} --out DIR",
+        f"neither {one.name} nor {other.name} has a noise measurement to judge differences by",
+        f"record one of them again: dsv4 trace record MODEL --like {shell_word(Path(one.name))} --out DIR",
     )

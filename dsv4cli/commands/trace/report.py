@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.tracing.judge import StageVerdict
     from dsv4cli.engine.tracing.report import TraceComparison
 
-HEADER = ("stage", "cosine", "relative L2", "noise", "times what is explained")
+HEADER = ("stage", "cosine", "relative L2", "noise", "times the limit")
 
 
 def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) -> None:
@@ -32,10 +32,10 @@ def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) 
     if found.largest is not None:
         where = f"token {found.largest.position}" + (f" of text {found.largest.text}" if found.largest.text else "")
         index = ", ".join(map(str, found.largest.index))
-        out.line(f"its largest difference is {found.largest.difference:.3g}, at {where}, index {index}")
+        out.line(f"the largest difference is {found.largest.difference:.3g}, at {where}, index {index}")
     layers = [verdict.difference.layer for verdict in comparison.beyond if verdict.difference.stage == found.stage]
     if len(layers) > 1:
-        out.line(f"the same stage parts in layers {_listed(layers, manifest.ratios)}")
+        out.line(f"the same stage diverges in layers {_listed(layers, manifest.ratios)}")
 
 
 def _worst(verdicts: "Sequence[StageVerdict]") -> "list[StageVerdict]":
@@ -66,8 +66,8 @@ def _share(excess: float) -> str:
 
 def _times(first: "StageVerdict") -> str:
     if isfinite(first.excess):
-        return f"{first.excess:,.1f} times as far apart as rounding explains"
-    return "rounding explains no such difference"
+        return f"{first.excess:,.1f} times the difference that rounding explains"
+    return "rounding cannot explain this difference"
 
 
 def _listed(layers: Sequence[int], ratios: Sequence[int]) -> str:

@@ -53,7 +53,7 @@ def in_ranks(job: Job, size: int | None, plan: "Plan") -> Iterator[Job]:
         return
     from dsv4cli.engine.system.ending import ends_soon
 
-    remedy = "see whether memory ran out"
+    remedy = "check whether the machine ran out of memory"
     with ends_soon(left_by(job.out)), leading_ranks(replace(job, plan=plan), size, remedy) as led:
         yield led
 

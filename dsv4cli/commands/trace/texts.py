@@ -50,7 +50,7 @@ def recorded_alone(given: TextOptions, option: str) -> None:
     """Raises UsageError for a text beside a recording, which has its own."""
     if given.names:
         raise UsageError(
-            f"{given.names[0]} and {option} cannot be combined: the recording has its own tokens", "give one of them"
+            f"{given.names[0]} and {option} cannot be combined: the recording has its own tokens", "use one of them"
         )
 
 
@@ -61,7 +61,7 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
 
     names = given.names
     if len(names) > 1:
-        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "give one of them")
+        raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "use one of them")
     if given.prompt is not None:
         prompts = [_prompt(job, from_prompt(given.prompt, None))]
     elif given.ids is not None:
@@ -94,7 +94,9 @@ def _prompt(job: Job, messages: list[Any]) -> list[int]:
 def _ids(text: str) -> list[int]:
     words = text.split(",")
     if not all(word.strip().isdecimal() for word in words):
-        raise UsageError(f"--ids {text!r} is no list of token ids", "give whole numbers with commas, as in 5,6,7")
+        raise UsageError(
+            f"--ids {text!r} is not a list of token ids", "use whole numbers separated by commas, for example 5,6,7"
+        )
     return [int(word) for word in words]
 
 

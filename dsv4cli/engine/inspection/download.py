@@ -61,7 +61,7 @@ def _judge_whole(source: FolderSource) -> DownloadVerdict:
         return DownloadVerdict(f"{source.name} is complete, and dsv4 does not run its layout", tensors, result.problem)
     if result.problem:
         return DownloadVerdict(f"{source.name} would not load", tensors, result.problem)
-    return DownloadVerdict(f"{source.name} would load: all {tensors:,} tensors are there and as expected", tensors)
+    return DownloadVerdict(f"{source.name} would load: all {tensors:,} tensors are present and as expected", tensors)
 
 
 def check_part(folder: Path, selection: Selection) -> DownloadVerdict:
@@ -72,7 +72,7 @@ def check_part(folder: Path, selection: Selection) -> DownloadVerdict:
     try:
         found = recognise(folder)
     except (CheckpointError, UnsupportedCheckpoint) as error:
-        return DownloadVerdict("the part is not sound", problem=error)
+        return DownloadVerdict("the part is damaged", problem=error)
     table = stored_table(found.naming, expected_tensors(found.config, found.formats).values())
     wanted = {name: spec for name, spec in table.items() if selection.takes(name)}
     others = table.keys() - wanted.keys()
@@ -83,5 +83,5 @@ def check_part(folder: Path, selection: Selection) -> DownloadVerdict:
     )
     problem = check_coverage(checkpoint, wanted).problem()
     if problem:
-        return DownloadVerdict("the part is not sound", len(wanted), problem)
-    return DownloadVerdict(f"all {len(wanted):,} tensors of the part are there and as expected", len(wanted))
+        return DownloadVerdict("the part is damaged", len(wanted), problem)
+    return DownloadVerdict(f"all {len(wanted):,} tensors of the part are present and as expected", len(wanted))

@@ -71,8 +71,8 @@ def test_input_that_cannot_be_read_ends_the_chat(dsv4):
     done = dsv4("chat", "--model", SMALL, readable=False)
     assert done.code == 2
     assert done.err.splitlines()[-2:] == [
-        "error: stdin cannot be read: Bad file descriptor",
-        "→ give the question as an argument",
+        "error: cannot read stdin: Bad file descriptor",
+        "→ pass the question as an argument",
     ]
 
 
@@ -143,7 +143,7 @@ def test_a_journal_that_cannot_be_written_is_a_warning(chat, tmp_path):
     (tmp_path / "state").write_text("in the way")
     done = chat("one")
     assert (done.code, done.out) == (0, "Yes.\n")
-    assert "the session is not saved" in done.err
+    assert "the session was not saved" in done.err
 
 
 def test_commands_change_the_conversation(chat, tmp_path):
@@ -190,19 +190,19 @@ WRONG = (
     ("/xyzzy", "there is no command /xyzzy"),
     ("/", "there is no command /"),
     ("/undo 3", "/undo takes no argument"),
-    ("/undo", "you have not asked anything"),
-    ("/retry", "you have not asked anything"),
-    ("/copy", "this terminal cannot copy"),
+    ("/undo", "there is no question yet"),
+    ("/retry", "there is no question yet"),
+    ("/copy", "this terminal does not support copying"),
     ("/set temperature=-1", "cannot be -1"),
     ("/set temperature=hot", "cannot be 'hot'"),
     ("/set colour=1", "there is no setting 'colour'"),
     ("/set think-budget=-1", "cannot be -1"),
     ("/think fast", 'no thinking level "fast"'),
     ("/read nothing.txt", "nothing.txt cannot be read"),
-    ("/read -", "'-' is not the name of a file"),
-    ("/load a\0b", "'a\\x00b' is not the name of a file"),
+    ("/read -", "'-' is not a file name"),
+    ("/load a\0b", "'a\\x00b' is not a file name"),
     ("/load", "the file name is missing"),
-    ("/save /nowhere/at/all.json", "cannot be written"),
+    ("/save /nowhere/at/all.json", "cannot write /nowhere/at/all.json"),
     ("/show-thinking perhaps", "cannot be perhaps"),
 )
 
@@ -222,22 +222,25 @@ def test_settings_and_numbers(chat, tmp_path):
     assert done.err.count("error") == 0
     assert "2 tokens: 100 101\n123\n{" in done.out
     assert '"why?\\n\\nbody"' in done.out
-    assert "tokens written" in done.out
-    assert "cut off at its limit" in done.err
+    assert "tokens generated" in done.out
+    assert "cut off at the token limit" in done.err
 
 
 def test_a_full_context_leaves_the_oldest_out_of_the_prompt_only(chat):
     lines = [f"{number} {'x' * 20}" for number in range(5)]
     done = chat(*lines, "/context", "/json", "/clear", "again", options=("--max-context", "105"))
-    near = "warning: 14 tokens left; the oldest questions and answers will soon be left out of the prompt"
+    near = "warning: 14 tokens of context left; the oldest messages will soon be dropped from the prompt"
     full = (
-        "warning: the oldest 4 messages are left out of the prompt to keep room for an answer; the session keeps them"
+        "warning: the oldest 4 messages are dropped from the prompt to leave space for an answer; "
+        "the session keeps them"
     )
     # what has gone stays away as long as the rest fits
     assert [line for line in done.err.splitlines() if line.startswith("warning")] == [near, full, near]
     answers, _, document = done.out.partition("{\n")
     assert answers.startswith("Yes.\n" * 5)
-    assert "91 of 105 tokens used, 14 left\nthe oldest 4 messages are left out of the prompt\n" in answers
+    assert (
+        "91 of 105 tokens used, 14 left\nthe oldest 4 messages are not in the prompt: the context is full\n" in answers
+    )
     messages = json.JSONDecoder().raw_decode("{\n" + document)[0]["messages"]
     assert [message["content"] for message in messages] == [text for line in lines for text in (line, "Yes.")]
     assert done.out.endswith("Yes.\n")
@@ -273,21 +276,21 @@ def test_ctrl_c_before_there_is_a_reply_counts(chat, dsv4):
 def test_a_thinking_that_was_ended_is_reported(chat):
     done = chat("why?", answers=("some thoughts and more",), options=("--think", "high", "--think-budget", "5"))
     assert "thinking (5 tokens, " in done.err
-    assert "thinking ended at its budget" in done.err
+    assert "thinking reached its budget" in done.err
     done = chat("why?", answers=("hm", "Yes."), options=("--think", "high"))
     assert done.out == "Yes.\n"
-    assert "asked for one" in done.err
+    assert "no answer after thinking" in done.err
 
 
 def test_drafts_are_told_in_the_line_and_in_the_stats(chat, dsv4):
     alone = chat("hello", "/stats", answers=("seventy",))
-    assert "a step" not in alone.err + alone.out
+    assert " per step" not in alone.err + alone.out
     ManyTokens(dsv4.patch)
     dsv4.patch.setattr(turn, "BURST", 0.0)  # however fast it is
     done = chat("hello", "again", "/stats", answers=("seventy",))
     assert done.out.startswith("seventy\nseventy\n")
-    assert len(re.findall(r" tokens · \d[\d.]* tokens/s, 2\.0 a step · first after ", done.err)) == 2
-    assert re.search(r"^drafts +2\.0 tokens a step, 67 % of 12 accepted \(mtp\)$", done.out, re.MULTILINE)
+    assert len(re.findall(r" tokens · \d[\d.]* tokens/s, 2\.0 per step · first token after ", done.err)) == 2
+    assert re.search(r"^drafts +2\.0 tokens per step, 67 % of 12 accepted \(mtp\)$", done.out, re.MULTILINE)
 
 
 def test_another_model_must_have_the_drafter_that_was_asked_for(chat, dsv4):
@@ -324,7 +327,7 @@ def test_the_next_line_is_the_result_of_a_call(chat, tools):
     [
         ("print(input())", '{"name": "weather", "arguments": {"city": "Paris"}}'),
         ("print('no json')", "no json"),
-        ("raise SystemExit(3)", '{"error": "the command ended with 3"}'),
+        ("raise SystemExit(3)", '{"error": "the command failed with exit code 3"}'),
         ("import time; time.sleep(60)", '{"error": "no result after 0.5 s"}'),
     ],
     ids=["echo", "no-json", "fails", "slow"],
@@ -340,12 +343,12 @@ def test_a_command_carries_out_calls(chat, tools, tmp_path, script, result):
 REFUSED = (
     (("--tool-exec", "true"), "add --yes"),
     (("--tool-exec", "true '", "--yes"), "close the quotes"),
-    (("--tool-exec", "no-such-program x", "--yes"), "'no-such-program' is no program that can be run"),
-    (("--tool-exec", f"{__file__} x", "--yes"), "chmod +x makes a script one"),
+    (("--tool-exec", "no-such-program x", "--yes"), "cannot find an executable program 'no-such-program'"),
+    (("--tool-exec", f"{__file__} x", "--yes"), "make a script executable with chmod +x"),
     (("--tool-timeout", "0"), "--tool-timeout cannot be 0"),
     (("--tool-timeout", "nan"), "--tool-timeout cannot be nan"),
     (("--think-budget", "-1"), "--think-budget cannot be -1"),
-    (("--session", "/nowhere/talk.json"), "there is no folder /nowhere"),
+    (("--session", "/nowhere/talk.json"), "the folder /nowhere does not exist"),
     (("--session", "talk.json", "--continue"), "cannot be combined"),
 )
 
@@ -360,4 +363,4 @@ def test_what_cannot_work_is_refused_at_once(chat, options, words):
 
 def test_torchrun_is_refused(chat, dsv4):
     dsv4.patch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert "chat starts its ranks itself" in chat("hello").err
+    assert "chat cannot run under torchrun" in chat("hello").err

@@ -10,7 +10,7 @@ from tests.support.terminals import Terminal
 
 COMMAND = "$ dsv4 chat --tools price.json\n"
 # what no two runs have alike
-MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s|a step|tokens a step)\b)|\d+(?= % of )|(?<= % of )\d+")
+MEASURED = re.compile(r"\d+\.\d+(?= (s|tokens/s|GB/s|per step|tokens per step)\b)|\d+(?= % of )|(?<= % of )\d+")
 
 
 def shown_in_the_document():

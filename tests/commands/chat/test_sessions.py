@@ -34,7 +34,7 @@ def test_the_last_writer_of_a_file_does_not_win_in_silence(tmp_path):
     first.messages = [user("one"), assistant("1")]
     first.save()
     second.messages = [user("two"), assistant("2")]
-    with pytest.raises(FileChanged, match=r"has changed .*talk\.json since"):
+    with pytest.raises(FileChanged, match=r"talk\.json was changed by another program since"):
         second.save()
     assert conversation(tmp_path / "talk.json") == first.messages
     second.load_file(tmp_path / "talk.json")
@@ -63,9 +63,9 @@ def test_a_chat_whose_file_somebody_writes_says_so_and_keeps_the_turn(chat, dsv4
     text = f"one\ntwo\n/retry\n/json\n/load {file}\nthree\n".encode()
     done = dsv4("chat", "--model", SMALL, "--session", str(file), stdin=text)
     warning, *errors = [line for line in done.err.splitlines() if line.startswith(("error", "warning"))]
-    assert warning.startswith("warning: the session is not in its file: ")
-    assert [error.endswith("since it was read here") for error in errors] == [True, True]
-    assert f"→ /load {file} reads it again; /save {file} overwrites" in done.err
+    assert warning.startswith("warning: the session was not saved to its file: ")
+    assert [error.endswith("was changed by another program since it was read") for error in errors] == [True, True]
+    assert f"→ to read it again, use /load {file}; to overwrite it with this conversation, use /save {file}" in done.err
     shown = json.JSONDecoder().raw_decode(done.out[done.out.index("{") :])[0]
     assert shown["messages"] == [user("one"), assistant("Yes.")]
     assert conversation(file) == [user("theirs"), assistant("5"), user("three"), assistant("Yes.")]
@@ -97,7 +97,7 @@ def test_a_device_or_a_pipe_is_not_replaced(chat, tmp_path):
     done = chat("hello", options=("--session", str(pipe)))
     assert (done.code, f"--session {pipe} is not a file" in done.err) == (2, True)
     done = chat("hello", f"/save {pipe}")
-    assert f"{pipe} cannot be written: it is there, and is not a file" in done.err
+    assert f"cannot write {pipe}: it is there, and is not a file" in done.err
     assert pipe.is_fifo()
     assert [one.name for one in tmp_path.glob(".pipe*")] == []
 
@@ -119,7 +119,7 @@ def test_other_words_for_commands(chat):
     assert done.out.splitlines() == [
         *("1", "2"),
         "/retry  Ask the last question again. Also /regenerate.",
-        "/exit  Leave; --continue continues the session later. Also /quit, /bye.",
+        "/exit  Quit; to continue this session later, use --continue. Also /quit, /bye.",
         *("> one", "2"),
     ]  # fmt: skip
     assert "there is no command /x" in chat("/help x").err
@@ -163,7 +163,7 @@ def test_a_new_session_leaves_the_file_of_the_last_one(chat, tmp_path):
     system = {"role": "system", "content": "Hi."}
     assert conversation(file) == [system, user("one"), assistant("Yes.")]
     assert json.loads(done.out.partition("Yes.\nYes.\n")[2])["messages"] == [system, user("two"), assistant("Yes.")]
-    assert f"{file} stays as it is" in done.err
+    assert f"{file} is not changed" in done.err
     assert len(listed(chat(options=("--sessions",)))) == 2
 
 
@@ -227,7 +227,7 @@ def test_a_model_that_is_gone_is_named_with_a_way_on(chat, dsv4, tmp_path):
     journal.write([user("one"), assistant("1")], [], SessionChoices(str(tmp_path / "gone")))
     done = dsv4("chat", "--continue", stdin=b"two\n")
     assert (done.code, done.out) == (1, "")
-    assert "--model NAME continues with another one" in done.err
+    assert "to continue with another model, use --model NAME" in done.err
     assert chat("two", options=("--continue",)).out == "Yes.\n"
 
 
@@ -235,7 +235,7 @@ def test_choices_of_another_program_are_refused(chat, tmp_path):
     chat("one")
     (journal,) = (tmp_path / "state/dsv4/sessions").iterdir()
     journal.write_text(journal.read_text().replace('"temperature": null', '"temperature": "hot"'))
-    assert "is not a journal that can be continued" in chat("two", options=("--continue",)).err
+    assert "cannot continue the session in" in chat("two", options=("--continue",)).err
 
 
 @pytest.fixture
@@ -280,6 +280,6 @@ def test_where_another_model_cannot_be_loaded_the_first_one_goes_on(dsv4, models
 
 
 def test_ranks_do_not_change_their_model():
-    with pytest.raises(UsageError, match="has 2 ranks") as caught:
+    with pytest.raises(UsageError, match="uses 2 ranks") as caught:
         Models(None, 2).change(None, "nano")
     assert "dsv4 chat --continue --tp 2 --model nano" in caught.value.remedy

@@ -71,11 +71,11 @@ def test_what_a_failing_command_says_reaches_the_model_and_harmlessly_the_termin
     script = "import sys; print('half'); sys.stderr.write('no \\x1b[31mcity\\x9b1m\\u202e\\nnone'); sys.exit(3)"
     result, _, err = tools(script)
     assert json.loads(result) == {
-        "error": "the command ended with 3",
+        "error": "the command failed with exit code 3",
         "stdout": "half",
         "stderr": "no \x1b[31mcity\x9b1m\u202e\nnone",
     }
-    assert err == "warning: the command ended with 3\nno �[31mcity�1m�\nnone\n"
+    assert err == "warning: the command failed with exit code 3\nno �[31mcity�1m�\nnone\n"
 
 
 def test_what_a_command_says_beside_its_result_is_shown_alone(tools):
@@ -94,7 +94,7 @@ def test_of_long_errors_the_end_is_kept(tools):
 def test_a_huge_result_is_cut_and_shown_short(tools):
     result, _, err = tools("print('word ' * 300_000)")
     assert result == ("word " * 4000) + "\n[cut: the first 20,000 characters of 1.50 MB]"
-    assert "warning: the result is cut: the model gets the first 20,000 characters of 1.50 MB\n" in err
+    assert "warning: the result is too long; the model gets the first 20,000 characters of 1.50 MB\n" in err
     assert "word … (1.50 MB)" in err
     assert len(err) < 500
 
@@ -106,7 +106,7 @@ def test_a_result_leaves_room_in_the_context(tools):
     assert tools("", "世界" * 100, room=150)[0] == f"{'世界' * 75}\n[cut: the first 150 characters of 600 B]"
     result, out, err = tools("print(1)", room=100)
     assert (result, out) == (None, "")
-    assert err == "warning: the context has no room for another result: the answer ends here\n"
+    assert err == "warning: the context has no space for another tool result; the answer ends here\n"
 
 
 def test_a_command_that_never_stops_printing_ends_in_time_and_fills_no_memory():
@@ -148,21 +148,21 @@ def test_a_wrong_key_asks_again_and_a_no_is_told(tools):
     assert tools("print(1)", "what?", "", "Y", ask_first=True)[0] == "1"
     result, _, err = tools("print(1)", "maybe", "n", ask_first=True)
     assert result is None
-    assert err.count("y or n\n") == 2
-    assert err.endswith("no result: the answer ends here\n")
-    assert tools("print(1)", ask_first=True)[2].endswith("no result: the answer ends here\n")
+    assert err.count("(y/n)\n") == 2
+    assert err.endswith("no result; the answer ends here\n")
+    assert tools("print(1)", ask_first=True)[2].endswith("no result; the answer ends here\n")
 
 
 def test_after_many_rounds_yes_asks_all_the_same(tools):
     assert tools("print(1)", number=25)[0] == "1"
     result, _, err = tools("print(1)", "y", number=26)
     assert result == "1"
-    assert "25 rounds of calls in this turn: go on? y or n\n" in err
+    assert "25 rounds of tool calls in this turn. Continue? (y/n)\n" in err
     assert tools("print(1)", number=27)[0] == "1"
     assert tools("print(1)", "n", number=51)[0] is None
     assert tools("print(1)", number=3, rounds=2, terminal=False)[2] == (
-        "warning: 2 rounds of calls in this turn, and there is no terminal to ask on: the answer ends here; "
-        "--max-rounds allows more\n"
+        "warning: 2 rounds of tool calls in this turn, and no terminal to ask on; the answer ends here; "
+        "to allow more, raise --max-rounds\n"
     )
 
 
@@ -174,7 +174,7 @@ def test_a_turn_of_calls_without_end_ends(monkeypatch, capsys, tmp_path):
     done = dsv4("chat", "--model", SMALL, *options, stdin=b"weather?\n/json\n")
     messages = json.loads(done.out[done.out.index("{\n") :])["messages"]
     assert [message.get("content") for message in messages] == ["weather?", *(["", "seen"] * 3), ""]
-    assert "3 rounds of calls in this turn, and there is no terminal to ask on" in done.err
+    assert "3 rounds of tool calls in this turn, and no terminal to ask on" in done.err
     assert done.code == 0
 
 
@@ -186,7 +186,7 @@ def test_results_larger_than_the_context_do_not_lose_the_turn(monkeypatch, capsy
     options = ("--tool-exec", command, "--yes", "--max-context", "3000")
     done = dsv4("chat", "--model", SMALL, *options, stdin=b"weather?\n")
     assert (done.code, done.out.endswith("Blue.\n")) == (0, True)
-    assert done.err.count("warning: the result is cut: the model gets the first ") == 3
+    assert done.err.count("warning: the result is too long; the model gets the first ") == 3
 
 
 def test_calls_until_the_context_is_full_do_not_lose_the_turn(monkeypatch, capsys, tmp_path):
@@ -195,7 +195,7 @@ def test_calls_until_the_context_is_full_do_not_lose_the_turn(monkeypatch, capsy
     speak(monkeypatch, says(CALL))
     options = ("--tool-exec", "seq 100000", "--yes", "--max-context", "3000")
     done = dsv4("chat", "--model", SMALL, *options, stdin=b"weather?\n/json\n")
-    assert "the context has no room for another result: the answer ends here" in done.err
+    assert "the context has no space for another tool result; the answer ends here" in done.err
     assert "error" not in done.err
     assert done.out.count('"role": "tool"') >= 3
     assert done.code == 0
@@ -208,11 +208,11 @@ def test_on_a_terminal(tmp_path):
     one = Terminal("chat", "--model", SMALL, *options, prepare=prepare, columns=200, XDG_STATE_HOME=str(tmp_path))
     one.until("Ctrl-D quits\n", ">")
     one.type("weather?\r")
-    one.until("y or n", ">")
+    one.until("(y/n)", ">")
     one.type("x\r")
-    one.until("y or n", ">")
+    one.until("(y/n)", ">")
     one.type("y\r")
-    one.until("ended with 1", "\ufffd]0;title\ufffdbad", "It is so.", ">")
+    one.until("exit code 1", "\ufffd]0;title\ufffdbad", "It is so.", ">")
     one.type("\x04")
     assert one.leave() == 0
 
@@ -261,7 +261,7 @@ def test_calls_that_were_carried_out_stay_when_the_next_answer_fails(carrying, t
     kept = ["user", *(["assistant()", "tool"] * 2)]
     assert (done.code, carried, journaled(tmp_path)) == (error.exit_code, 2, kept)
     assert shortly(json.loads((tmp_path / "talk.json").read_text())["messages"]) == kept
-    assert "the calls and their results are kept; /retry asks for the answer again" in done.err
+    assert "the calls and their results are kept; to ask for the answer again, use /retry" in done.err
 
 
 def test_a_retry_carries_no_call_out_again(carrying, tmp_path):
@@ -326,4 +326,4 @@ def test_a_call_that_the_model_invents_takes_no_line_for_its_result(monkeypatch,
     done = dsv4("chat", "--model", SMALL, stdin=b"weather?\nand the sky?\n")
     assert (done.code, done.out) == (0, 'weather({"city": "Paris"})\nBlue.\n')
     assert journaled(tmp_path) == ["user", "assistant()", "user", "assistant"]
-    assert "the model was offered no tools: the call has no result; --tools FILE offers some" in done.err
+    assert "the call has no result: no tools were offered to the model; use --tools FILE" in done.err

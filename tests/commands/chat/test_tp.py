@@ -56,8 +56,8 @@ def test_two_ranks_converse_as_one(tmp_path):
     out, err = started(tmp_path).communicate("What is 17 + 25?\nAnd what is 3 + 4?\n", SECONDS)
     assert out == "17 + 25 = 42.\n3 + 4 = 7.\n"
     starting, first, *rest = err.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
-    assert sum(" a step · first after" in line for line in rest) == 2  # with drafts, in both ranks
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; all-reduce uses gloo")
+    assert sum(" per step · first token after" in line for line in rest) == 2  # with drafts, in both ranks
 
 
 class Recorder(Followers):
@@ -178,7 +178,7 @@ def test_a_rank_that_is_killed_ends_the_conversation(tmp_path, moment):
     ask(program, "hi")
     [follower] = ranks(program)
     if moment == "between answers":
-        while "first after" not in program.stderr.readline():
+        while "first token after" not in program.stderr.readline():
             pass
     os.kill(follower, signal.SIGKILL)
     _, err = program.communicate("Who?\n", SECONDS)

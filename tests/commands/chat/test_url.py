@@ -120,7 +120,7 @@ def test_a_call_that_was_carried_out_stays_where_the_server_is_busy_then(chat, s
     talk = tmp_path / "talk.json"
     options = ("--tool-exec", f"{sys.executable} {tmp_path}/call.py", "--yes", "--session", str(talk))
     done = chat("Twice 2?", options=options)
-    assert (done.code, "/retry asks for the answer again" in done.err) == (6, True)
+    assert (done.code, "to ask for the answer again, use /retry" in done.err) == (6, True)
     assert [one["role"] for one in conversation(talk)] == ["user", "assistant", "tool"]
     assert chat("/retry", options=options).out == "4.\n"
     assert (tmp_path / "carried").read_text() == "x"
@@ -247,9 +247,9 @@ def test_commands_that_tell(chat):
     assert done.code == 0
     assert "temperature   the server's own" in done.out
     assert "2 tokens: 97 98" in done.out
-    assert "5  in all" in done.out
+    assert "5  total" in done.out
     assert "5 of 4,096 tokens used, 4,091 left" in done.out
-    assert "tokens read                     20" in done.out
+    assert "prompt tokens prefilled           20" in done.out
 
 
 def test_a_server_that_never_counts_is_asked_once_and_a_line_says_so(chat, server, monkeypatch):
@@ -266,7 +266,7 @@ def test_a_server_that_counts_nothing(chat, server):
     server.counts, server.models = False, [{"id": "plain"}]
     server.script = [Says(["Yes."], usage=None)]
     done = chat("a", "/tokens ab", "/context", "/clear", "/context")
-    assert done.out == "Yes.\n0 tokens used; the server does not say how many there can be\n"
+    assert done.out == "Yes.\n0 tokens used; the server does not report its context limit\n"
     assert done.err.splitlines()[0] == f"{server.url}: plain"
     assert done.err.splitlines()[1].startswith("plain · ")
     assert "tokens ·" not in done.err
@@ -279,7 +279,7 @@ def test_another_model_of_the_server(chat, server):
     assert [body["model"] for body in server.bodies] == [MODEL, "second"]
     done = chat("a", "/model third", options=("--model", "second"))
     assert server.bodies[-1]["model"] == "second"
-    assert f"has no model 'third'\n→ name one of {MODEL}, second" in done.err
+    assert f"has no model 'third'\n→ use one of {MODEL}, second" in done.err
     assert chat("a", options=("--model", "third")).code == 2
 
 
@@ -299,7 +299,7 @@ def test_a_session_whose_server_is_gone_says_what_else_there_is(chat, dsv4, serv
     server.stop()
     done = dsv4("chat", "--continue", "two")
     assert done.code == 6
-    assert "; --model NAME continues with a model of this machine" in done.err
+    assert "; to continue with a local model, use --model NAME" in done.err
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(chat, server):
@@ -307,7 +307,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(chat, server):
     assert [[content[:1] for _, content in spoken(body)] for body in server.bodies] == [
         ["a"], ["a", "Y", "b"], ["b", "Y", "c"],
     ]  # fmt: skip
-    assert "the oldest 2 messages are left out" in done.err
+    assert "the oldest 2 messages are dropped" in done.err
 
 
 def test_it_loads_no_torch(server, tmp_path):

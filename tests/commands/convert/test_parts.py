@@ -176,7 +176,7 @@ def test_what_is_finished_is_checked(source, joined, tmp_path):
     for folder in (joined, tmp_path / "done"):
         for rest in ((), ("--against", source)):
             code, out, err = conversions.run("convert", "--finish", folder, *rest)
-            assert (code, f"{folder} is unchanged" in out, "finished already" in err) == (0, True, True)
+            assert (code, f"{folder} is unchanged" in out, "already finished" in err) == (0, True, True)
             assert ("all are exact" in out) == bool(rest)
     next(joined.glob("*.safetensors")).write_bytes(b"")
     assert finish(joined)[0] == 3
@@ -220,4 +220,4 @@ def test_a_plan_that_is_none_writes_nothing(tmp_path, plan):
 @pytest.mark.parametrize("rest", [("SRC",), ("--to", "bf16")])
 def test_finish_takes_a_folder_alone(joined, rest):
     code, _, err = conversions.run("convert", "--finish", joined, *rest)
-    assert (code, "--finish takes only the output folder" in err) == (2, True)
+    assert (code, "--finish accepts only the output folder" in err) == (2, True)

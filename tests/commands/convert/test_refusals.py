@@ -200,7 +200,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("", ["convert needs SRC, DST and --to", "as in `dsv4 convert flash OUT --to bf16`"]),
+        ("", ["convert needs SRC, DST and --to", "for example: dsv4 convert flash OUT --to bf16"]),
         ("--to bf16 --layers 5-2", ["--layers '5-2' names no layers", "FIRST-LAST"]),
         ("--to bf16 --layers 99", ["--layers 99: the model has 2 layers", "choose from 0-1"]),
         ("--to bf16 --layers 1-2", ["--layers 1-2: the model has 2 layers", "choose from 0-1"]),
@@ -260,14 +260,14 @@ def test_finish_does_nothing_but_finish(small, tmp_path):
     for option in ("--finish", "--check"):
         for rest in ("--dry-run", "--shard 1/2", "--layers 0-1", "--no-mtp", "--ranks 2"):
             error, _ = refused(2, option, folder, *rest.split())
-            assert f"{option} takes only the output folder" in error
+            assert f"{option} accepts only the output folder" in error
         error, remedy = refused(2, option, folder, "--verify", "full")
-        assert f"{option} with --verify full needs the source" in error
-        assert f"`dsv4 convert {option} OUT --against SRC --verify full`" in remedy
+        assert f"{option} with --verify full needs a source" in error
+        assert f"dsv4 convert {option} OUT --against SRC --verify full" in remedy
         error, _ = refused(2, option, folder, "--verify", "off", "--against", small)
         assert f"{option} with --verify off compares nothing" in error
-    assert "takes only the output folder" in refused(2, "--finish", folder, "--check", folder)[0]
-    assert "--against belongs to --finish and --check" in refused(2, small, folder, *BF16, "--against", small)[0]
+    assert "accepts only the output folder" in refused(2, "--finish", folder, "--check", folder)[0]
+    assert "--against needs --finish or --check" in refused(2, small, folder, *BF16, "--against", small)[0]
     assert files(folder) == before
 
 

@@ -33,7 +33,7 @@ def test_what_is_rounded_is_told_first(source, tmp_path):
     code, out, err = run("convert", source, tmp_path / "out", "--to", "official", "--verify", "full")
     assert code == 0
     lines = err.splitlines()
-    told = next(number for number, line in enumerate(lines) if "does not have the values of 1 tensor;" in line)
+    told = next(number for number, line in enumerate(lines) if "rounds the values of 1 tensor;" in line)
     assert lines[told + 1].split()[0] == ODD
     assert told < next(number for number, line in enumerate(lines) if "model-00001" in line)
     error = float(lines[told + 1].split()[1])

@@ -168,7 +168,7 @@ def test_parts_of_what_is_cut_are_named(source, tmp_path):
     for part in (1, 2):
         convert(source, tmp_path / "out", *options, "--shard", f"{part}/2")
     code, _, err = conversions.run("convert", "--finish", tmp_path / "out")
-    assert (code, "cut across the parts have not been compared" in err) == (0, True)
+    assert (code, "matrices split across parts have not been compared" in err) == (0, True)
     assert f"dsv4 convert --check {tmp_path / 'out'} --against SRC" in err.replace("` SRC", " SRC")
     out = convert("--check", tmp_path / "out", "--against", source, "--verify", "full")
     assert "all of " in out
@@ -253,7 +253,7 @@ def test_check(whole, source, tmp_path):
 def test_check_of_values_alone(whole, source, tmp_path):
     folder = shutil.copytree(whole, tmp_path / "out")
     (folder / SUMS).unlink()
-    assert f"`dsv4 convert --check {folder} --against SRC`" in err_of(2, "--check", folder)
+    assert f"dsv4 convert --check {folder} --against SRC" in err_of(2, "--check", folder)
     assert "all are exact" in convert("--check", folder, "--against", source)
     path = a_part(folder)
     flip(path, next(iter(conversions.damage.read_shard(path))), 0.5, bit=3)
@@ -304,7 +304,7 @@ def test_a_finished_job_that_was_not_compared_is_said(source, tmp_path):
     convert(source, tmp_path / "out", *BF16, "--verify", "off")
     for rest in (("--verify", "off"), ("--dry-run",)):
         code, out, err = conversions.run("convert", source, tmp_path / "out", *BF16, *rest)
-        assert (code, "is complete" in out, "a part of it has not been compared" in err) == (0, True, True)
+        assert (code, "is complete" in out, "part of the output has not been compared" in err) == (0, True, True)
 
 
 def test_a_finished_job_is_compared_as_far_as_it_was_not(source, tmp_path):

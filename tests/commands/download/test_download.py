@@ -76,10 +76,10 @@ def cached(tmp_path: Path, repository: str = REPOSITORY) -> Path:
 def test_a_whole_model_comes_into_the_cache(hub, dsv4, tmp_path):
     commit = hub.add(REPOSITORY, FLASH).branches["main"]
     done = dsv4("download", "flash")
-    assert (done.code, done.err) == (0, "8 files, 7.42 MB of 7.42 MB to fetch\n→ dsv4 inspect flash\n")
+    assert (done.code, done.err) == (0, "8 files, 7.42 MB of 7.42 MB to download\n→ dsv4 inspect flash\n")
     lines = done.out.splitlines()
     assert lines[0] == "flash is complete: 9 files, 7.42 MB, every byte verified".replace("9", "8")
-    assert lines[-1] == "flash would load: all 432 tensors are there and as expected"
+    assert lines[-1] == "flash would load: all 432 tensors are present and as expected"
     folder = cached(tmp_path) / "snapshots" / commit
     assert content(folder) == FLASH
     assert (cached(tmp_path) / "refs" / "main").read_text() == commit
@@ -211,8 +211,8 @@ def test_a_part_says_what_was_left_out(hub, dsv4):
     hub.add(REPOSITORY, FLASH)
     done = dsv4("download", "flash", "--layers", "0-1", "--no-mtp")
     assert done.code == 0
-    assert "left out on purpose: 1 of 8 files, 2.56 MB\n" in done.out
-    assert done.out.endswith("all 136 tensors of the part are there and as expected\n")
+    assert "not selected: 1 of 8 files, 2.56 MB\n" in done.out
+    assert done.out.endswith("all 136 tensors of the part are present and as expected\n")
 
 
 def test_a_part_that_is_not_the_model_it_says_is_told(hub, dsv4, tmp_path):
@@ -220,7 +220,7 @@ def test_a_part_that_is_not_the_model_it_says_is_told(hub, dsv4, tmp_path):
     damage.drop_tensor(folder, "layers.0.attn.wkv.scale")
     hub.add("org/name", {path.name: path.read_bytes() for path in folder.iterdir()})
     done = dsv4("download", "org/name", "--layers", "0-1", "--no-mtp")
-    assert (done.code, "the part is not sound\n" in done.out) == (3, True)
+    assert (done.code, "the part is damaged\n" in done.out) == (3, True)
     assert "layers.0.attn.wkv.scale is missing, but its weight is there" in done.out
     assert dsv4("download", "org/name", "--layers", "2-3", "--no-mtp").code == 0
 
@@ -284,7 +284,7 @@ def test_a_dry_run_shows_the_plan_and_fetches_nothing(hub, dsv4, tmp_path):
     done = dsv4("download", "flash", "--dry-run")
     assert (done.code, done.err, hub.sent) == (0, "", 0)
     assert [line.split() for line in done.out.splitlines()[1:3]] == [
-        ["files", "bytes", "there", "to", "fetch"],
+        ["files", "bytes", "present", "to", "download"],
         ["config", "1", "1.41", "kB", "1.41", "kB", "0", "B"],
     ]
     assert max(map(len, done.out.splitlines()[:-1])) <= 80
@@ -537,9 +537,9 @@ def test_offline_a_full_cache_is_checked(hub, dsv4, tmp_path, monkeypatch):
     offline(hub, monkeypatch)
     done = dsv4("download", "flash")
     assert (done.code, hub.requests) == (0, [])
-    assert "huggingface_hub is offline: checking what the cache holds of " in done.err
+    assert "huggingface_hub is offline: checking the cached files of " in done.err
     assert done.out.startswith("flash is complete: 8 files, 7.42 MB, every byte verified\n")
-    assert done.out.endswith("flash would load: all 432 tensors are there and as expected\n")
+    assert done.out.endswith("flash would load: all 432 tensors are present and as expected\n")
     value = document(dsv4("download", "flash", "--revision", commit, "--json"))
     assert (value["offline"], value["commit"], value["complete"]) == (True, commit, True)
     assert {file["outcome"] for file in value["files"]} == {"there"}
@@ -690,7 +690,7 @@ def test_interrupted_it_says_how_to_continue(hub, tmp_path):
         time.sleep(0.001)
     running.send_signal(signal.SIGINT)
     _, said = running.communicate(timeout=10)
-    assert (running.returncode, "→ the same command continues where it stopped" in said) == (130, True)
+    assert (running.returncode, "→ run the same command again to continue" in said) == (130, True)
     assert "Traceback" not in said
 
 

@@ -67,7 +67,7 @@ def test_people_get_a_table_and_what_the_score_leaves_out(dsv4, file):
     lines = done.out.splitlines()
     assert lines[0].split() == ["task", "items", "correct", "wrong", "cut", "score"]
     assert [line.split()[:2] for line in lines[1:4]] == [["one", "2"], ["two", "2"], ["all", "4"]]
-    assert "leaves out 2 answers cut at the limit" in lines[4]
+    assert "excludes 2 answers cut off at the limit" in lines[4]
     assert lines[5].startswith("continuations: NLL ")
     assert "q.jsonl: 4 questions, read as dsv4" in done.err
     assert "raise --max-tokens" in done.err
@@ -97,7 +97,7 @@ def test_the_same_command_asks_what_is_missing(dsv4, file, out, monkeypatch, err
         stopping_after(patch, 2, error)
         stopped = dsv4(*command)
     assert stopped.code == code
-    assert f"2 of 6 results are in {out}; the same command continues" in stopped.err
+    assert f"2 of 6 results are in {out}; run the same command again to continue" in stopped.err
     told = dsv4("eval", file, *FAST, "--out", shutil.copy(out, out.with_name("copy.jsonl"))).err
     assert re.search(r"\n4 questions in .* s; \d+ tokens of all answers and texts, \d+ of all prompts\n", told)
     first = read_results(out)[1]
@@ -140,7 +140,7 @@ def test_a_model_against_itself_and_another(dsv4, file, out):
     assert (found["nll"]["items"], found["compared"], found["p"]) == (3, 3, 1)
     done = dsv4("eval", file, *FAST, "--against", OTHER, "--out", str(out))
     assert done.code == 0
-    assert "are not the same, and neither is significantly better\n" in done.out
+    assert "differ, but neither is significantly better\n" in done.out
     assert "nats per token, no verdict, because fewer than 8 items differ; 3 of 3 differ by more than 1e-06" in done.out
     beside = out.with_name("r.against.jsonl")
     assert read_results(beside)[0]["model"] == OTHER
@@ -148,13 +148,13 @@ def test_a_model_against_itself_and_another(dsv4, file, out):
     assert stored.out == done.out
     assert " on cpu: " not in stored.err
     same = dsv4("eval", file, *FAST, "--against", str(out))
-    assert f"{SMALL} and {SMALL} give the same answers and the same numbers\n" in same.out
+    assert f"{SMALL} and {SMALL} have the same answers and the same numbers\n" in same.out
 
 
 def test_other_results_must_be_of_the_same_questions_and_whole(dsv4, file, out):
     dsv4("eval", file, *FAST, "--limit", "2", "--out", str(out))
     done = dsv4("eval", file, *FAST, "--limit", "3", "--against", str(out))
-    assert (done.code, "has results of other questions" in done.err) == (2, True)
+    assert (done.code, "has results for other questions" in done.err) == (2, True)
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
     done = dsv4("eval", file, *FAST, "--limit", "2", "--against", str(out))
     assert (done.code, "has 1 of 2 results" in done.err) == (2, True)

@@ -28,10 +28,10 @@ def inspect(*arguments):
 def test_the_report(folder):
     code, out, _ = run("inspect", folder / FILE)
     assert code == 3
-    assert "is complete, and dsv4 does not run its layout" in out
+    assert "is complete, but dsv4 cannot run its layout" in out
     assert f"dsv4 convert {folder / FILE} OUT --to official" in out
     assert "experts MXFP4, attention BF16, embedding BF16, norms F32" in out
-    assert "2,304 tokens, text cut as default, a chat template" in out
+    assert "2,304 tokens, pre-tokenizer default, a chat template" in out
     assert "MXFP4" in out.split("bytes by dtype")[1]
 
 

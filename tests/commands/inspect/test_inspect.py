@@ -33,7 +33,7 @@ HARMS = damage.DAMAGES | FOREIGN | INCOMPLETE
 def test_the_table_of_a_sound_checkpoint():
     done = inside("inspect", FLASH)
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{FLASH} would load: all 432 tensors are there and as expected\n")
+    assert done.stdout.startswith(f"{FLASH} would load: all 432 tensors are present and as expected\n")
     for words in ("5 with ratios 0 0 4 128 4", "MTP", "experts fp4", "6.02M", "7.35 MB", "1 GB = 10^9 bytes"):
         assert words in done.stdout
     assert max(map(len, done.stdout.splitlines()[1:])) <= 80
@@ -61,7 +61,7 @@ def test_a_release_that_nothing_tells_is_unknown_and_the_assumed_one_is_named(tm
     damage.drafter_lost(folder)
     damage.edit_config(folder, compress_ratios=[0, 0, 4, 128, 4])
     done = inside("inspect", str(folder))
-    assert "\nrelease     unknown; prompts are written as for April 2026 (v4)\n" in done.stdout
+    assert "\nrelease     unknown; prompts use the format of April 2026 (v4)\n" in done.stdout
     assert '            to state it, set "dsv4_release" in config.json to "v4" or "0731"\n' in done.stdout
     identity = json.loads(inside("inspect", str(folder), "--json").stdout)["identity"]
     assert (identity["release"], identity["release_known"]) == ("v4", False)
@@ -75,7 +75,7 @@ def test_a_release_that_nothing_tells_is_unknown_and_the_assumed_one_is_named(tm
     ("model", "words"),
     [
         ("random:flash", ("DeepSeek-V4-Flash", "0 0 (4 128)×20 4", "159.61 GB", "284.33B", "13.80B", "13.27B")),
-        ("random:pro,experts=6", ("6 a layer", "128 128 (4 128)×29 4")),
+        ("random:pro,experts=6", ("6 per layer", "128 128 (4 128)×29 4")),
         ("random:flash-0731,experts=6", ("0731", "DSpark, 3 blocks")),
         ("random:tiny,layers=2", ("2 with ratios 0 0",)),
     ],
@@ -98,7 +98,7 @@ def test_a_released_model_takes_seconds(tmp_path):
     command = [sys.executable, "-c", starts, sys.executable, "-m", "dsv4cli", "inspect", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     first, *_, last = done.stdout.splitlines()
-    assert first == f"{tmp_path} would load: all 69,187 tensors are there and as expected"
+    assert first == f"{tmp_path} would load: all 69,187 tensors are present and as expected"
     seconds, peak = map(float, last.split())
     # processor time, of which other processes take nothing; 1.5 s on a Xeon
     assert seconds < 3
@@ -203,7 +203,7 @@ def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, 
     assert (done.exit_code, document["loads"], len(document["notes"])) == (0, True, bool(note))
     shown = " ".join(done.stdout.split())
     assert (note in "".join(document["notes"]), note in shown) == (True, True)
-    assert ("; dsv4 goes by the tensors, other programs may not" in shown) is bool(note)
+    assert ("; dsv4 uses the tensors, other programs may not" in shown) is bool(note)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +364,11 @@ def test_colour_is_for_terminals_that_want_it(environment, coloured):
     [
         (Dsv4Error("it failed", "try again"), 1, "error: it failed\n→ try again\n"),
         (MemoryError(), 5, "error: the machine ran out of memory\n→ "),
-        (OSError(28, "No space left on device", "out.bin"), 5, "error: no space left on the disk: out.bin\n→ "),
+        (
+            OSError(28, "No space left on device", "out.bin"),
+            5,
+            "error: no space left on the disk while writing out.bin\n→ ",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (SystemExit(143), 143, ""),
     ],

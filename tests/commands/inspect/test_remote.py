@@ -278,7 +278,7 @@ def test_the_command_answers_as_for_a_folder(hub, dsv4):
     hub.add(NAME, GOLDEN)
     there, here = dsv4("inspect", NAME), dsv4("inspect", str(damage.GOLDEN / "tiny-flash"))
     assert (there.code, there.out.splitlines()[1:]) == (0, here.out.splitlines()[1:])
-    assert there.out.startswith(f"{NAME} would load: all 432 tensors are there and as expected\n")
+    assert there.out.startswith(f"{NAME} would load: all 432 tensors are present and as expected\n")
     assert there.err == f"reading the headers of {NAME} over the network\n"
     assert dsv4("inspect", "flash").err == there.err
     document = dsv4("inspect", "flash", "--json")

@@ -146,7 +146,7 @@ def test_a_file_without_a_configuration_has_headers(tmp_path):
     with pytest.raises(UsageError, match="has no tensor 'wq'"):
         raise inside(str(path), "--tensor", "wq").exception
     for option in (("--layer", "3"), ("--tree",), ("--values", "full")):
-        with pytest.raises(UsageError, match="no file says which model"):
+        with pytest.raises(UsageError, match="cannot tell which model"):
             raise inside(str(path), *option).exception
 
 

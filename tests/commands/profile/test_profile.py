@@ -128,7 +128,7 @@ def test_a_step_on_a_gpu_shows_a_layer_kernel_by_kernel(dsv4, capfd):
     launched = {"count": 2, "busy_seconds": 3.3e-5, "gap_seconds": 2e-6, "per_token": {"count": 2}, "layers": [layer]}
     show_step(Output(Colours()), document | {"kernels": launched})
     lines = capfd.readouterr().out.splitlines()[-4:]
-    assert [line.split("  ")[0] for line in lines] == ["CSA attention, mean of 20 layers", "up", "down", "in all"]
+    assert [line.split("  ")[0] for line in lines] == ["CSA attention, mean of 20 layers", "up", "down", "total"]
     assert [line.split()[-4:] for line in lines[1:]] == [
         ["10.0", "µs", "1.0", "µs"], ["10.0", "µs", "1.0", "µs"], ["20.0", "µs", "2.0", "µs"]
     ]  # fmt: skip
@@ -244,8 +244,8 @@ def test_what_says_little_and_what_cannot_be_is_said(dsv4, monkeypatch):
     monkeypatch.setattr(clock.Timing, "of", wide)
     done = dsv4("profile", "kernels", "--only", "gemm", "--tokens", "1", "--model", "tiny")
     assert done.code == 0
-    assert "spread by more than 25%" in done.err
-    assert "1 of 1 time spread by more than 25%" in dsv4(*ONE_LAYER).err
+    assert "with a spread above 25%" in done.err
+    assert "1 of 1 time with a spread above 25%" in dsv4(*ONE_LAYER).err
     monkeypatch.setattr(
         clock.Timing, "of", lambda seconds, method: replace(of(seconds, method), median=1, low=1, high=1)
     )

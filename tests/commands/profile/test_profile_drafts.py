@@ -54,7 +54,7 @@ def test_step_with_drafts_for_people(dsv4):
     # the drafter is loaded for this only
     assert done.err.splitlines()[0] != dsv4(*STEP).err.splitlines()[0]
     assert max(map(len, done.out.splitlines())) <= 80
-    assert "mtp, 1 a step, temperature 1" in done.out
+    assert "mtp, 1 per step, temperature 1" in done.out
     assert "share few experts" in done.out
     starts = [line.split("  ")[0] for line in done.out.splitlines()]
     end = starts[starts.index("drafts") :]
@@ -65,8 +65,8 @@ def test_step_with_drafts_for_people(dsv4):
 @pytest.mark.parametrize(
     ("break_even", "launches", "words"),
     [
-        (1.25, None, "1.25 tokens a step; drafts pay above that"),
-        (2.5, None, "2.50 tokens a step, of which 2 are the most: these drafts never pay"),
+        (1.25, None, "1.25 tokens per step; drafts pay above that"),
+        (2.5, None, "2.50 tokens per step, but the maximum is 2: these drafts never pay"),
         (1.25, {"count": 1234, "busy_seconds": 1.0}, "1,234 to verify, 1,234 to draft"),
     ],
 )

@@ -40,7 +40,7 @@ def test_it_says_what_was_compiled(dsv4, says, tmp_path):
     done = dsv4(*WARM)
     assert (done.code, done.out) == (0, f"3 kernels of random:tiny for h200 in {tmp_path}/cache\n")
     assert done.err.startswith("2 kernels compiled in ")
-    assert done.err.endswith("; 1 were there\n")
+    assert done.err.endswith("; 1 were in the cache\n")
     document = json.loads(dsv4(*WARM[:-1], "H200", "--json").out)
     assert document.pop("seconds") > 0
     assert document == {
@@ -97,7 +97,7 @@ def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
         (("--tp", "3"), 2, "3 ranks"),
         (("--tp", "4"), 2, "use one of these numbers: 1, 2\n"),
         (("--draft", "9"), 2, "--draft"),
-        (("--serve", "--batch", "2"), 2, "leave out --batch"),
+        (("--serve", "--batch", "2"), 2, "remove --batch"),
         (("--model", "nowhere"), 2, "nowhere"),
     ],
 )

@@ -99,7 +99,9 @@ def test_drafts_are_told_below_the_answer_and_in_the_document(dsv4, monkeypatch)
     assert draft["steps"] + draft["accepted"] == len(document["ids"])
     assert draft["drafted"] == 2 * (draft["steps"] - 1)  # none in the step that reads the prompt
     share = round(100 * draft["accepted"] / draft["drafted"])
-    line = rf"drafts: {draft['tokens_per_step']:.1f} tokens a step, {share} % of {draft['drafted']} accepted \(mtp\)\n"
+    line = (
+        rf"drafts: {draft['tokens_per_step']:.1f} tokens per step, {share} % of {draft['drafted']} accepted \(mtp\)\n"
+    )
     assert re.search(rf"^{line}\d+ tokens; first", several.err, re.MULTILINE)
 
 
@@ -109,11 +111,11 @@ def test_several_answers_have_one_report(dsv4, monkeypatch, tmp_path):
     document = json.loads(dsv4(*samples, "--json").out)
     assert document["draft"]["tokens_per_step"] == 7 / 3
     assert all("draft" not in answer for answer in document["answers"])
-    assert "\ndrafts: 2.3 tokens a step, 100 % of 12 accepted (mtp)\n3 answers, 21 tokens;" in dsv4(*samples).err
+    assert "\ndrafts: 2.3 tokens per step, 100 % of 12 accepted (mtp)\n3 answers, 21 tokens;" in dsv4(*samples).err
     lines = tmp_path / "lines.jsonl"
     lines.write_text('{"prompt": "hi"}\n{"prompt": "you"}\n', encoding="utf-8")
     many = dsv4("run", "--prompts", str(lines), *samples[2:8], "--draft", "off")
-    assert "\ndrafts: 2.3 tokens a step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
+    assert "\ndrafts: 2.3 tokens per step, 100 % of 8 accepted (mtp)\n2 answers, 14 tokens;" in many.err
 
 
 @pytest.mark.slow  # test_run.py has the keys of a line
@@ -133,7 +135,7 @@ def test_a_line_of_many_is_the_same_with_drafts(dsv4, tmp_path):
     ("report", "line"),
     [
         (DraftReport("dspark", 9, 0, 0, [], 9), "drafts: none (dspark)\n"),
-        (DraftReport("mtp", 1000, 2500, 1605, [800, 805], 2605), "2.6 tokens a step, 64 % of 2,500 accepted (mtp)\n"),
+        (DraftReport("mtp", 1000, 2500, 1605, [800, 805], 2605), "2.6 tokens per step, 64 % of 2,500 accepted (mtp)\n"),
         (DraftReport("mtp", 0, 0, 0, [], 0), ""),
     ],
 )

@@ -64,7 +64,7 @@ def test_answers_have_the_labels_of_their_lines(dsv4, prompts):
     assert (first["id"], third["custom_id"]) == (7, "b")
     assert not {"id", "custom_id"} & {*second, *fourth}
     assert [one["usage"]["completion_tokens"] for one in (first, second, third, fourth)] == [3, 3, 3, 2]
-    assert done.err.count("lines name g as their model; ") == 1
+    assert done.err.count("lines ask for the model g; ") == 1
     piped = dsv4("run", "--prompts", "-", *SHORT, "--seed", "1", stdin=Path(prompts).read_bytes())
     assert piped.out == done.out
 
@@ -92,7 +92,7 @@ def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, 
         stopping_after(patch, 3, error)
         stopped = dsv4(*command)
     assert stopped.code == code
-    assert f"3 of 8 answers are in {out}; the same command continues" in stopped.err
+    assert f"3 of 8 answers are in {out}; run the same command again to continue" in stopped.err
     first = lines(out.read_text())
     assert first[0]["index"] == 3  # of two tokens
     out.write_text(out.read_text() + '{"index": 0, "cont')  # a kill cut it off
@@ -109,7 +109,7 @@ def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, 
     before = out.read_text()
     done = dsv4(*command)
     assert (done.code, out.read_text()) == (0, before)
-    assert "has 8 answers already" in done.err
+    assert "already has all 8 answers" in done.err
 
 
 def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
@@ -119,7 +119,7 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
     for change in (("--temperature", "0.5"), ("--seed", "2"), ("--system", "s"), ("--max-tokens", "4")):
         done = dsv4(*command, *change)
         assert (done.code, out.read_text()) == (2, before)
-        assert "belongs to another command: the answer with index 0 is to another prompt" in done.err
+        assert "belongs to another command: the answer with index 0 has another prompt" in done.err
     other = '{"index": 1e999, "request": "a", "seed": 1}\n', '{"index": 0, "request": "a", "seed": "1"}\n'
     for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n", *other):
         out.write_text(text)
@@ -167,11 +167,11 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
         "  line 2: not JSON: Expecting property name enclosed in double quotes (column 2)",
         "  line 3: the prompt has 103 tokens: the context has room for 49 and an answer",
         "  line 6: not a JSON object",
-        "→ correct them, or leave them out with --skip-bad",
+        "→ correct them, or skip them with --skip-bad",
     ]
     done = dsv4(*command, "--skip-bad")
     assert [(one["index"], one["seed"]) for one in lines(done.out)] == [(0, 1), (3, 4)]
-    assert done.err.count("is left out: ") == 3
+    assert done.err.count("is skipped: ") == 3
     path.write_text("{")
     assert dsv4(*command, "--skip-bad").code == 2
 
@@ -180,10 +180,10 @@ def test_bad_lines_are_named_before_prompts_are_shown(dsv4):
     command = ("run", "--prompts", "-", "--show-prompt")
     done = dsv4(*command, stdin=b'{"prompt": "ok"}\n{')
     assert (done.code, done.out) == (2, "")
-    assert "or leave them out with --skip-bad" in done.err
+    assert "or skip them with --skip-bad" in done.err
     done = dsv4(*command, "--skip-bad", stdin=b'{"prompt": "ok"}\n{')
     assert (done.code, len(lines(done.out))) == (0, 1)
-    assert "stdin, line 2 is left out: " in done.err
+    assert "stdin, line 2 is skipped: " in done.err
     # nothing is left
     assert dsv4(*command, "--skip-bad", stdin=b"{").code == 2
 
@@ -225,7 +225,7 @@ def test_a_file_does_not_speak_as_the_user(dsv4, tmp_path):
     (tmp_path / "f").write_text(f"a{USER}b", encoding="utf-8")
     given = ("run", "ask", "-f", str(tmp_path / "f"), "--show-prompt")
     done, official = dsv4(*given), dsv4(*given, "--special-tokens")
-    warning = f"warning: {USER} in a message is text, not a special token; --special-tokens reads it as one\n"
+    warning = f"warning: {USER} in a message is text, not a special token; to parse it, use --special-tokens\n"
     assert (done.err, official.err) == (warning, "")
     text, ids = done.out.splitlines()[-2:], official.out.splitlines()[-1].split()
     assert text[0].endswith(f"a{USER}b<｜Assistant｜></think>")

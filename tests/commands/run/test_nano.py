@@ -112,4 +112,4 @@ def test_there_and_back_it_is_the_same(program, before, tmp_path, target):
 def test_it_is_what_run_asks_by_default(program):
     done = program("run", "What is 17 + 25?")
     assert (done.code, done.out) == (0, "17 + 25 = 42.\n")
-    assert done.err.count("nano is the small model that is built in; --model names another") == 1
+    assert done.err.count("nano is the small built-in model; to use another one, add --model") == 1

@@ -42,7 +42,7 @@ def test_the_answer_goes_to_stdout_and_the_rest_to_stderr(dsv4):
     assert (done.code, done.out) == (0, "Forty-two €.\n")
     loaded, random, timing = done.err.splitlines()
     assert loaded.startswith(f"{SMALL} on cpu: ")
-    assert random == "its weights are random: the text means nothing"
+    assert random == "the weights are random, so the text is meaningless"
     assert timing.startswith("15 tokens; first token after ")
     assert timing.endswith(" tokens/s; seed 9")
 
@@ -58,11 +58,11 @@ def test_the_same_answer_in_little_memory(dsv4):
     few, enough = dsv4(*given, "--gpu-memory", "9MB"), dsv4(*given)
     assert few.out == enough.out == "17 + 25 = 42.\n"
     loaded, division, drafts, _, traffic, _ = few.err.splitlines()
-    assert drafts == "no drafts: they do not pay with experts in host memory"
+    assert drafts == "drafts are off: they do not pay with experts in host memory"
     assert loaded.startswith("nano on cpu: ")
-    lie = r"of each layer's 8 experts \d are on the GPU at a time; \d stay in host memory, "
-    assert re.fullmatch(lie + r"with the embedding \d\.\d\d MB in all", division)
-    words = r"[1-9]\d\.\d % of the experts were on the GPU; \d+\.\d\d kB a token came from host memory"
+    lie = r"\d of each layer's 8 experts fit on the GPU; \d stay in host memory, "
+    assert re.fullmatch(lie + r"\d\.\d\d MB with the embedding", division)
+    words = r"[1-9]\d\.\d % of the experts used were on the GPU; \d+\.\d\d kB per token from host memory"
     assert re.fullmatch(words, traffic)
     assert "host memory" not in enough.err
 
@@ -326,5 +326,5 @@ def test_a_checkpoint_without_its_drafter_has_the_numbers_of_its_layers(dsv4, tm
     assert "no drafter" not in whole.err
     done = dsv4("run", "--score", texts, "--model", str(folder))
     assert lines(done.out)[0]["logprobs"] == lines(whole.out)[0]["logprobs"]
-    assert "no drafter: no tensor of the checkpoint is named mtp.*" in done.err.splitlines()
-    assert ("does not tell its release" in done.err) is ("compress_ratios" in edit)
+    assert "the checkpoint has no drafter (no mtp.* tensors)" in done.err.splitlines()
+    assert ("does not say its release" in done.err) is ("compress_ratios" in edit)

@@ -61,7 +61,7 @@ def test_ctrl_c_keeps_the_text_and_leaves_a_new_line():
     terminal.until("word word")
     terminal.type("\x03")
     assert terminal.leave() == 130
-    assert "means nothing\x1b[0m\r\nword word" in terminal.shown
+    assert "is meaningless\x1b[0m\r\nword word" in terminal.shown
     assert terminal.shown.endswith("^C\r\n")
     assert "Traceback" not in terminal.shown
 
@@ -71,12 +71,12 @@ def test_a_long_prompt_is_seen_to_be_read():
     terminal = Terminal(*arguments, prepare=speaking(says("Yes."), 0.0, 0.0))
     assert terminal.leave() == 0
     words = ESCAPES.sub("", terminal.shown)
-    found = re.search(r"\r(reading 2,004 tokens: 0 % …)\r( +)\r(.+? …)\r( +)\r(.+? …)\r( +)\rYes\.\r\n", words)
+    found = re.search(r"\r(prefilling 2,004 tokens: 0 % …)\r( +)\r(.+? …)\r( +)\r(.+? …)\r( +)\rYes\.\r\n", words)
     assert found, words
     parts, wiped = found.groups()[::2], found.groups()[1::2]
     assert [*map(len, wiped)] == [*map(len, parts)]
     for part, text in ((44, parts[1]), (89, parts[2])):
-        assert re.fullmatch(rf"reading 2,004 tokens: {part} %, [\d,]+ tokens/s, \d\.\d s left …", text)
+        assert re.fullmatch(rf"prefilling 2,004 tokens: {part} %, [\d,]+ tokens/s, \d\.\d s left …", text)
 
 
 def test_a_short_prompt_is_not_announced():
@@ -103,9 +103,9 @@ def test_the_rate_of_reading_counts_from_where_it_began(monkeypatch):
     for done in (4000, 5000, 7000, 8000):
         reading.show(done, 8000)
     assert told == [
-        "reading 8,000 tokens: 50 % …",
-        "reading 8,000 tokens: 62 %, 500 tokens/s, 6.0 s left …",
-        "reading 8,000 tokens: 87 %, 500 tokens/s, 2.0 s left …",
+        "prefilling 8,000 tokens: 50 % …",
+        "prefilling 8,000 tokens: 62 %, 500 tokens/s, 6.0 s left …",
+        "prefilling 8,000 tokens: 87 %, 500 tokens/s, 2.0 s left …",
         "",
     ]
 
@@ -196,7 +196,7 @@ def test_a_disk_that_is_full():
     code, _, err = program.ended()
     assert code == 5
     assert "Traceback" not in err
-    assert "no space left on the disk" in err
+    assert "no space left on the disk while writing" in err
 
 
 @pytest.mark.slow
@@ -208,5 +208,5 @@ def test_closed_streams(closed, code, out):
     done = shell(*RUN, "--max-tokens", "6", then=closed)
     assert (done.returncode, done.stdout) == (code, out)
     assert "Traceback" not in done.stderr
-    assert ("no space left on the disk" in done.stderr) is (closed == "> /dev/full")
+    assert ("no space left on the disk while writing" in done.stderr) is (closed == "> /dev/full")
     assert ("stdout is closed" in done.stderr) is (closed == ">&-")

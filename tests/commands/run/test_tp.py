@@ -97,7 +97,7 @@ def test_two_ranks_of_one_program_answer_as_one():
     )
     assert terminal.leave() == 0
     starting, first, *rest = terminal.plain.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; all-reduce uses gloo")
     assert ANSWER.strip() in rest
     assert sum("first token after" in line for line in rest) == 1
 
@@ -107,7 +107,7 @@ def test_two_ranks_answer_as_one():
     done = run(*RUN, "-", "--tp", "2", stdin=QUESTION)
     assert (done.returncode, done.stdout) == (0, ANSWER)
     starting, first, *rest = done.stderr.splitlines()
-    assert (starting, first) == ("starting 2 ranks", "2 ranks; sums go through gloo")
+    assert (starting, first) == ("starting 2 ranks", "2 ranks; all-reduce uses gloo")
     assert sum("first token after" in line for line in rest) == 1
 
 
@@ -153,7 +153,7 @@ def test_nothing_left_to_answer_ends_all_ranks(tmp_path, words):
     assert run(*RUN, *files).returncode == 0
     done = run(*words, *files)
     assert (done.returncode, done.stdout) == (0, "")
-    assert "has 1 answer already; none is missing" in done.stderr
+    assert "already has all 1 answer" in done.stderr
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_an_error_is_said_once():
 def test_another_number_than_torchrun_has_started_is_refused():
     done = run(*TORCHRUN, QUESTION, "--tp", "4")
     assert done.returncode == 1  # torchrun's
-    assert done.stderr.count("error: --tp 4, and torchrun has started 2 ranks") == 1
+    assert done.stderr.count("error: --tp 4, does not match torchrun, which started 2 ranks") == 1
 
 
 @pytest.mark.slow
@@ -177,7 +177,10 @@ def test_a_rank_that_is_killed_ends_all():
     os.kill(follower, signal.SIGKILL)
     _, err = program.communicate(timeout=SECONDS)
     assert program.returncode == 1
-    assert err.decode().splitlines()[-2:] == ["error: rank 1 was killed by SIGKILL", "→ see whether memory ran out"]
+    assert err.decode().splitlines()[-2:] == [
+        "error: rank 1 was killed by SIGKILL",
+        "→ check whether the machine ran out of memory",
+    ]
 
 
 @pytest.mark.slow

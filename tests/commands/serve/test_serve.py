@@ -81,9 +81,9 @@ def test_it_serves_until_ctrl_c_and_lets_answers_finish(tmp_path):
     code, out, err = process.ended()
     lines = err.splitlines()
     assert (code, out) == (130, "")
-    ready = r"ready [\d.]+ m?s after the weights, [\d.]+ s after the start; Ctrl-C ends it"
+    ready = r"ready in [\d.]+ s \([\d.]+ m?s after loading the weights\); press Ctrl-C to stop"
     assert any(re.fullmatch(ready, line) for line in lines), lines
-    assert "answers that run have 30 s to finish; Ctrl-C again ends them" in lines
+    assert "running answers have 30 s to finish; press Ctrl-C again to stop at once" in lines
     assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ 25 tokens, [\d.]+ s", lines[-1])
     assert not any(KEY in line or "go on" in line for line in lines)
 
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_ends_the_server():
         (["--host", "no.such.invalid"], "cannot resolve the address no.such.invalid", "--host 127.0.0.1"),
         (["--host", ""], "--host cannot be empty", "127.0.0.1"),
         (["--host", "a..b"], "cannot resolve the address a..b", "--host 127.0.0.1"),
-        (["--alias", "a", "--alias", " "], "--alias cannot be empty", "give a name"),
+        (["--alias", "a", "--alias", " "], "--alias cannot be empty", "use a name"),
         (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "one key per line"),
         (["--cache-memory", "much"], "'much' is not a size", "GB"),
         (["--think", "low"], 'release v4 has no thinking level "low"', "off, high, max"),
@@ -234,4 +234,7 @@ def test_what_cannot_be_served_is_refused_before_it_loads(monkeypatch, capsys, a
 def test_what_is_missing_is_said_with_the_command(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "starlette", None)
     done = Program(monkeypatch, capsys)("serve")
-    assert (done.code, done.err) == (2, "error: dsv4 serve needs starlette\n→ pip install 'dsv4[serve]'\n")
+    assert (done.code, done.err) == (
+        2,
+        "error: dsv4 serve needs the package starlette\n→ install it: pip install 'dsv4[serve]'\n",
+    )

@@ -109,7 +109,7 @@ def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
     done = program("trace", "compare", str(folder), other)
     assert done.code == 3
     assert "layer 0, router, weights of the chosen experts: " in done.out
-    assert "the same stage parts in layers 0, 1, 2" in done.out
+    assert "the same stage diverges in layers 0, 1, 2" in done.out
     done = program("trace", "compare", str(folder), other, "--json")
     document = json.loads(done.out)
     assert (done.code, done.err) == (3, "")
@@ -200,7 +200,7 @@ def test_prompts_of_a_file(program, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("record", NET, "--ids", "5;6", "--out", "A"), "--ids '5;6' is no list of token ids"),
+        (("record", NET, "--ids", "5;6", "--out", "A"), "--ids '5;6' is not a list of token ids"),
         (("record", NET, "--ids", "5", "--prompt", "Hi", "--out", "A"), "--prompt and --ids cannot be combined"),
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
         (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, the model's vocabulary"),
@@ -212,8 +212,8 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--like", "other", "--ids", "5", "--out", "A"), "--ids and --like cannot be combined"),
         (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none has no complete recording"),
-        (("bisect", NET), "nothing says what is different on the other side"),
-        (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots goes alone"),
+        (("bisect", NET), "no option says how the other side differs"),
+        (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots cannot be combined with other changes"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "have different shapes: 3 layers of"),
         (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif does not end with"),
         (("bisect", NET, "--prefill-chunk", "1", "--keep", "full"), "full is not empty"),
@@ -272,4 +272,4 @@ def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):
     done = program("trace", "compare", str(folder), other)
     assert (done.code, "differ in text 0: " in done.err) == (2, True)
     done = program("trace", "compare", other, other)
-    assert (done.code, "knows what rounding explains" in done.err) == (2, True)
+    assert (done.code, "has a noise measurement to judge differences by" in done.err) == (2, True)

@@ -301,7 +301,7 @@ def test_older_gpus_are_left_out(bare_machine, capsys):
     runs, text = shown(capsys, "nano", None)
     assert runs
     assert text.startswith("nano fits this machine's RAM, but none of its GPUs\n")
-    assert "cuda:0 (Tesla T4) is left out: it has compute capability 7.5, and the" in text
+    assert "cuda:0 (Tesla T4) is not used: it has compute capability 7.5, and the" in text
     # auto would take the GPU
     assert "--device cpu" in text
     _, text = shown(capsys, "nano", None, ram="16GB", as_json=True)
@@ -604,7 +604,7 @@ def test_the_answer_of_the_command(capsys):
     assert f"{SHORT} fits 4 GPUs together\nfor 8,192 tokens\n" in text
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 --tp 4 " in text
     assert re.search(r"fits +no +no +yes", text)
-    assert "Whole on every GPU: the cache, and these weights:" in text
+    assert "Replicated on every GPU: the KV cache and these weights:" in text
     answer, text = shown(capsys, SHORT, "1x1GB")
     assert answer is False
     assert re.search(rf"{SHORT} does not fit one GPU: cuda:0 lacks \d\.\d\d GB\n", text)
@@ -614,7 +614,7 @@ def test_the_answer_of_the_command(capsys):
     assert f"{SHORT} fits that machine's RAM, but none of its GPUs\n" in shown(capsys, SHORT, "1x1GB", ram="192GB")[1]
     answer, text = shown(capsys, SHORT, "1x192GB")
     assert answer is True
-    assert "\nOn cuda:0 the largest context of one sequence is 1,048,576 tokens" in " ".join(text.split(" "))
+    assert "\nOn cuda:0 the largest context for one sequence is 1,048,576 tokens" in " ".join(text.split(" "))
     assert f"→ dsv4 run --model {SHORT} --max-context 8192 'What is 17 + 25?'\n" in text
 
 
@@ -626,7 +626,7 @@ def test_experts_in_host_memory_are_shown(capsys):
     assert f"{model} fits cuda:0 (GPU of 12GB) with experts in host memory\n" in text
     assert re.search(r"in host memory +\d+\.\d\d GB +0 B\n", text)
     assert re.search(
-        r"On cuda:0 are \d\d of each layer's 64 experts at a time; \d\d stay in host memory, .* in all\.", words
+        r"On cuda:0 \d\d of each layer's 64 experts fit; \d\d stay in host memory, .* with the embedding\.", words
     )
     assert "On cuda:0 drafts are off: they do not pay with experts in host memory." in words
     document = json.loads(shown(capsys, model, "12GB", ram="24GB", as_json=True)[1])
@@ -644,11 +644,11 @@ def test_whether_drafts_are_on_is_said():
         return " ".join(" ".join(_notes(fit, list(fit.shares))).split())
 
     config = parse_config(shortened(FLASH, 3, 16), "short")
-    assert "On cuda:0 drafts are on; the drafter is among the weights." in words(20 * 10**9)
+    assert "On cuda:0 drafts are on; the weights include the drafter." in words(20 * 10**9)
     # 3.2 GB of weights and 0.4 GB of the drafter
-    assert "On cuda:0 drafts are off: the drafter finds no room beside the other weights." in words(52 * 10**8)
+    assert "On cuda:0 drafts are off: the drafter does not fit next to the other weights." in words(52 * 10**8)
     config = config.without_drafter()
-    assert "The model has no drafter: no drafts." in words(20 * 10**9)
+    assert "The model has no drafter, so drafts are off." in words(20 * 10**9)
 
 
 def test_the_document(capsys):
@@ -681,7 +681,7 @@ def test_the_document(capsys):
 def test_what_is_asked_without_fit_is_an_error(monkeypatch, capsys, option, value):
     done = Program(monkeypatch, capsys)("inspect", TINY_FLASH, option, value)
     assert (done.code, done.out) == (2, "")
-    assert done.err == f"error: {option} is for --fit\n→ add it: --fit {option} {shlex.quote(value)}\n"
+    assert done.err == f"error: {option} needs --fit\n→ add it: --fit {option} {shlex.quote(value)}\n"
     assert Program(monkeypatch, capsys)("inspect", TINY_FLASH, "--fit", option, value).code == 0
 
 
