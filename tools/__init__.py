@@ -1,1 +1,1 @@
-"""The tools of the project that are not part of the package."""
+"""Development tools of the project. They are not part of the package."""

@@ -1,7 +1,7 @@
-"""The table of docs/internals/kernels.md: `python -m tools.kernel_table docs/internals/kernels-h200/*.json` prints it.
+"""Prints the table of docs/internals/kernels.md: `python -m tools.kernel_table docs/internals/kernels-h200/*.json`.
 
-The documents are those of `dsv4 profile kernels --model flash --json`; what the best other kernels take was measured
-once on the same kind of card, in CUDA graphs over rotated buffers.
+The JSON files are documents of `dsv4 profile kernels --model flash --json`. Times of the best other kernels were
+measured once on the same kind of GPU, in CUDA graphs over rotated buffers.
 """
 
 import json
@@ -16,7 +16,11 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One line: an operation of `profile kernels` by name, tokens and context; other: µs of the best other kernel."""
+    """A line of the table: an operation of `profile kernels` by name, tokens and context.
+
+    Attributes:
+        other: time of the best other kernel in µs.
+    """
 
     title: str
     name: str
@@ -99,7 +103,7 @@ ROWS = (
 
 
 def find(documents: list[Document], row: Row) -> tuple[Document, Line] | None:
-    """The document and the line that measured a row."""
+    """Return the document and the line that measured a row."""
     for document in documents:
         for line in document["results"]:
             if (line["name"], line["tokens"], line["context"]) == (row.name, row.tokens, row.context) and line[
@@ -110,7 +114,7 @@ def find(documents: list[Document], row: Row) -> tuple[Document, Line] | None:
 
 
 def floor(document: Document, line: Line) -> float:
-    """µs that the bytes take at the bandwidth measured, or the FLOP at the rate measured."""
+    """Return the lower bound of the time in µs, from the measured bandwidth and the measured FLOP rate."""
     ceilings = document["ceilings"]
     bandwidth = max(ceilings["copy_bytes_per_second"], ceilings["read_bytes_per_second"])
     seconds = line["seconds"]["median"]
@@ -119,7 +123,7 @@ def floor(document: Document, line: Line) -> float:
 
 
 def cells(documents: list[Document], row: Row) -> list[str] | None:
-    """A line of the table; None where nothing has measured it."""
+    """Return a line of the table; None if no document has it."""
     found = find(documents, row)
     if found is None:
         return None
@@ -154,7 +158,7 @@ HEAD = [
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     documents = [json.loads(Path(name).read_text(encoding="utf-8")) for name in sys.argv[1:]]
     table = [HEAD, ["---"] * len(HEAD), *filter(None, (cells(documents, row) for row in ROWS))]
     for line in table:

@@ -1,8 +1,8 @@
-"""Whether the tests notice mistakes: `python -m tools.mutants` makes those of mutations.toml, one after another.
+"""Mutation tests: `python -m tools.mutants` applies the mutations of mutations.toml one by one.
 
-Each is made in a copy of the working tree, where the tests that should notice it run until the first failure. Words as
-arguments choose the mutations whose file, text or tests contain one of them. Ends with 1 where one survives, with 2
-where the table does not fit the sources or the tests fail without any mutation.
+Each mutation is applied to a copy of the working tree, where the tests that should fail run until the first failure.
+Arguments select the mutations whose file, text or tests contain one of them. The exit status is 1 if a mutation
+survives, and 2 if the table does not match the sources or the tests fail without a mutation.
 """
 
 import os
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_suffix("").with_name("mutations.toml")
-# seconds after which tests that do not end have noticed something
+# seconds; tests that run longer count as failed
 LIMIT = 600
 # pytest's exit codes
 PASSED, FAILED = 0, 1
@@ -28,7 +28,7 @@ VERDICTS = {PASSED: "survived", FAILED: "killed"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """`old` becomes `new` in the one place where it stands in the files that `file` names, which may be a pattern."""
+    """A replacement of `old` by `new`, which must occur once in the files that match the pattern `file`."""
 
     file: str
     old: str
@@ -36,7 +36,7 @@ class Mutation:
     tests: tuple[str, ...]
 
     def place(self, root: Path) -> Path:
-        """The file that has the text. Raises ValueError unless it is there exactly once."""
+        """Return the file that contains the text. Raises ValueError unless it occurs exactly once."""
         found = {path: path.read_text(encoding="utf-8").count(self.old) for path in sorted(root.glob(self.file))}
         if sum(found.values()) != 1:
             raise ValueError(f"{self.file} has {self.old!r} {sum(found.values())} times instead of once")
@@ -51,13 +51,13 @@ def _short(text: str) -> str:
 
 
 def read_table(path: Path) -> list[Mutation]:
-    """The mutations of a file."""
+    """Read the mutations from a file."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
     return [Mutation(**(entry | {"tests": tuple(entry["tests"])})) for entry in entries]
 
 
 def faults(mutations: Iterable[Mutation], root: Path) -> list[str]:
-    """What of the table does not fit the sources."""
+    """Return the errors in the table: texts or tests that do not exist."""
     found = []
     for one in mutations:
         try:
@@ -69,7 +69,7 @@ def faults(mutations: Iterable[Mutation], root: Path) -> list[str]:
 
 
 def copy_tree(root: Path, to: Path) -> None:
-    """Copies what git knows or would take."""
+    """Copy the files that git tracks or would add."""
     listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=root).decode()
     for name in filter(None, listed.split("\0")):
         if (root / name).is_file():
@@ -78,9 +78,9 @@ def copy_tree(root: Path, to: Path) -> None:
 
 
 def run_tests(tests: Sequence[str], tree: Path, limit: int = LIMIT) -> tuple[int | None, str]:
-    """pytest's exit code, None where it does not end, and what it says."""
+    """Run pytest. Return its exit code, or None on a timeout, and its output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
-    # Python keeps byte code by the time of a file, which may change twice within a second
+    # bytecode is cached by file time, and a file may change twice within a second
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         try:
@@ -94,7 +94,7 @@ def run_tests(tests: Sequence[str], tree: Path, limit: int = LIMIT) -> tuple[int
 
 
 def verdict(mutation: Mutation, tree: Path) -> str:
-    """killed, survived, or broken where the tests cannot even begin."""
+    """Return "killed", "survived", or "broken" if the tests cannot start."""
     path = mutation.place(tree)
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
@@ -102,7 +102,7 @@ def verdict(mutation: Mutation, tree: Path) -> str:
         code, said = run_tests(mutation.tests, tree)
     finally:
         path.write_text(text, encoding="utf-8")
-    if code is None or code < 0:  # a process that crashes has noticed too
+    if code is None or code < 0:  # a crash counts as a failed test
         return "killed"
     if code not in VERDICTS:
         print(said, file=sys.stderr)
@@ -110,7 +110,7 @@ def verdict(mutation: Mutation, tree: Path) -> str:
 
 
 def passes(mutations: Iterable[Mutation], tree: Path) -> bool:
-    """Whether the tests pass without any mutation."""
+    """Return whether the tests pass without a mutation."""
     code, said = run_tests(sorted({test for one in mutations for test in one.tests}), tree, 4 * LIMIT)
     if code != PASSED:
         print(f"{said}\nthe tests fail, or do not end, without any mutation", file=sys.stderr)
@@ -118,14 +118,14 @@ def passes(mutations: Iterable[Mutation], tree: Path) -> bool:
 
 
 def main(words: Sequence[str]) -> int:
-    """Makes the chosen mutations and prints what became of each."""
+    """Apply the selected mutations and print the verdicts."""
     every = read_table(TABLE)
     chosen = [one for one in every if not words or any(word in f"{one} {' '.join(one.tests)}" for word in words)]
     wrong = faults(every, ROOT)
     if wrong or not chosen:
         print("\n".join(wrong) or "no mutation has these words", file=sys.stderr)
         return 2
-    # behind a & a shell has it ignored, and so it would be in the programs that tests interrupt
+    # a shell ignores SIGINT for background jobs, and programs that tests interrupt would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)

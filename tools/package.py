@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# calls a hook of the build backend in the folder of the source; the last line is the name of what it made
+# calls a hook of the build backend in the folder of the source; its last output line is the name of the result
 HOOK = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 FILE_MODE, EXECUTABLE_MODE = 0o644, 0o755
 

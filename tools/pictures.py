@@ -28,7 +28,7 @@ PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 PORT = 8765
 
 COLUMNS, ROWS = 84, 27
-# how long a program may stay silent before its answer counts as finished, and how long it may take altogether, seconds
+# seconds of silence after which an answer counts as finished, and the limit of a run in seconds
 QUIET, LIMIT = 2.0, 120.0
 QUESTIONS = ("What is 17 + 25?", "What is the capital of Italy?", "What is the opposite of light?")
 # Rich's own template loads a font from another host

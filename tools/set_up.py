@@ -1,6 +1,6 @@
-"""Makes `.venv` for `make run` and `make test`, with a line for each large file that comes; `make` calls it.
+"""Creates `.venv` for `make run` and `make test`, and reports each large download; `make` calls it.
 
-Called off or failed half way, it begins anew the next time.
+If it is interrupted or fails, the next run starts over.
 """
 
 import re
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-# of a set-up that is whole: make compares its date; of one that has begun: what lies there may be half
+# marker files: of a complete set-up, whose date make compares, and of one that was started and may be incomplete
 READY, UNFINISHED = ".ready", ".unfinished"
 WHAT = ("--constraint", "constraints.txt", "--editable", ".[test,dev]")
 LARGE_MB = 5.0
@@ -24,7 +24,7 @@ INSTALLING = "Installing collected packages:"
 
 
 class Report:
-    """The stages of an installation for people: a line where one begins, and a sign of life in each long one."""
+    """Progress messages of an installation: one line per stage, and a sign of life in long stages."""
 
     def __init__(self, write: Callable[[str], object]) -> None:
         self.write = write
@@ -33,12 +33,12 @@ class Report:
         self.ended = threading.Event()
 
     def begin(self, stage: str) -> None:
-        """A new stage, with the time since the start."""
+        """Print a new stage with the time since the start."""
         self.stage = stage
         self._line(stage)
 
     def read(self, line: str) -> None:
-        """Takes a line of pip's, of which most are left out."""
+        """Process a line of pip's output. Most lines are not shown."""
         if (file := FETCHED.match(line)) and float(file[4]) >= LARGE_MB:
             verb = "taking from pip's cache" if file[1] == "Using cached" else "fetching"
             self.begin(f"{verb} {file[2]} {file[3]}: {float(file[4]):,.0f} MB")
@@ -50,7 +50,7 @@ class Report:
             self.begin(f"installing {line.count(',') + 1} packages")
 
     def breathe(self) -> None:
-        """Says, until the end, that it still lives."""
+        """Print signs of life until the installation ends."""
         while not self.ended.wait(SILENCE_SECONDS / 10):
             if time.monotonic() - self.last >= SILENCE_SECONDS:
                 self._line(f"still: {self.stage}")
@@ -62,7 +62,7 @@ class Report:
 
 
 def make_venv(folder: Path) -> None:
-    """A venv, from nothing where an earlier set-up has not come to its end."""
+    """Create a venv; start from scratch if an earlier set-up did not finish."""
     mark = folder / UNFINISHED
     if mark.exists():
         for old in folder.iterdir():
@@ -75,14 +75,14 @@ def make_venv(folder: Path) -> None:
 
 
 def install(folder: Path, report: Report, what: Iterable[str] = WHAT) -> int:
-    """Runs pip in the venv; its exit status. Where it fails, its last words are shown."""
+    """Run pip in the venv and return its exit status. If it fails, print the end of its output."""
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check"]
     last: deque[str] = deque(maxlen=15)
     command = [*pip, "--progress-bar", "off", *what]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
         assert running.stdout is not None
         for line in running.stdout:
-            if line.startswith(INSTALLING):  # from here on an interruption leaves something half
+            if line.startswith(INSTALLING):  # from here on, an interruption leaves an incomplete venv
                 (folder / UNFINISHED).touch()
             report.read(line)
             last.append(line)
@@ -92,7 +92,7 @@ def install(folder: Path, report: Report, what: Iterable[str] = WHAT) -> int:
 
 
 def main(folder: Path = Path(".venv"), write: Callable[[str], object] = sys.stderr.write) -> int:
-    """Sets up; the exit status."""
+    """Set up the venv and return the exit status."""
     report = Report(write)
     write('Setting up .venv, once; it takes minutes and gigabytes, for PyTorch ("Install" in README.md has numbers)\n')
     threading.Thread(target=report.breathe, daemon=True).start()

@@ -1,4 +1,4 @@
-"""How far are drafts what the model says? The engine's drafter, run behind every token of finished replies."""
+"""Measures the acceptance of drafts: runs the engine's drafter after every token of finished replies."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,13 @@ from dsv4cli.engine.runtime.state.cache import Cache
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Drafts behind tokens of replies. wanted, accepted: by place in the block, how many were of a token that the reply
-    has, and how many were that token, as all before them. steps, tokens: of replies written with these drafts."""
+    """Acceptance of drafts after the tokens of replies.
+
+    Attributes:
+        wanted: by place in the block, drafts for which the reply has a token.
+        accepted: by place in the block, drafts that equal that token, as do all before them.
+        steps, tokens: of replies that were written with these drafts.
+    """
 
     wanted: list[int]
     accepted: list[int]
@@ -28,17 +33,17 @@ class Acceptance:
 
     @property
     def shares(self) -> list[float]:
-        """accepted / wanted at each place."""
+        """The acceptance rate at each place."""
         return [a / max(b, 1) for a, b in zip(self.accepted, self.wanted, strict=True)]
 
     @property
     def length(self) -> float:
-        """How many of the drafts of a whole block are accepted, on average."""
+        """The mean number of accepted drafts of a whole block."""
         return sum(self.shares)
 
 
 def greedy(logits: torch.Tensor, number: int) -> torch.Tensor:
-    """The first choice of each row: fp32 [B, V] -> int64 [B]."""
+    """Return the first choice of each row: fp32 [B, V] -> int64 [B]."""
     return logits.argmax(-1)
 
 
@@ -46,9 +51,10 @@ def greedy(logits: torch.Tensor, number: int) -> torch.Tensor:
 def drafts_along(
     model: Transformer, ids: Sequence[int], start: int, count: int, choose: Callable[[int], Choose] = lambda _: greedy
 ) -> list[Drafts]:
-    """`count` drafts behind each token from place `start` on, each given all tokens up to it.
+    """Return `count` drafts after each token from position `start` on, each given all tokens up to it.
 
-    choose: how drafts are drawn, by the place of the newest token.
+    Args:
+        choose: samples drafts, given the position of the newest token.
     """
     cache = Cache(model.config, model.numerics, slots=1, device=model.embed.weight.device)
     sequence, drafter, found = cache.allocate(), drafter_of(model, cache), []
@@ -66,7 +72,7 @@ def drafts_along(
 
 
 def acceptance(model: Transformer, ids: Sequence[int], start: int, count: int) -> Acceptance:
-    """Of greedy drafts along ids, whose reply begins at `start`: its first token comes from the model alone."""
+    """Measure greedy drafts along ids whose reply begins at `start`. The model alone produces its first token."""
     lengths, wanted, accepted = [], [0] * count, [0] * count
     for place, drafts in enumerate(drafts_along(model, ids[:-1], start, count), start):
         theirs = ids[place + 1 : place + 1 + count]

@@ -1,26 +1,31 @@
-"""The twin's attention over a dense batch: a window in blocks, all or chosen entries, and the indexer's loss.
+"""The twin's attention over a dense batch: blocks of the window, all or chosen entries, and the indexer's loss.
 
-Softmax parts are kept as (weighted sum, sum, maximum) and joined at the end; the maxima carry no gradient, since they
-cancel.
+Parts of a softmax are kept as (weighted sum, sum, maximum) and joined at the end. The maxima have no gradient because
+they cancel out.
 """
 
 import torch
 import torch.nn.functional as F
 
 WINDOW = 128
-# the least that the maximum of a part with nothing in it may be; exp of it is 0
+# maximum of an empty part, and score of an invisible entry; exp of it is 0
 NOTHING = -1e30
-# weight in the indexer's loss of a query that gives no attention to entries
+# weight in the indexer's loss of a query that pays no attention to entries
 KL_FLOOR = 0.1
 
 Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def window_part(q: torch.Tensor, kv: torch.Tensor, first: torch.Tensor, scale: float) -> Part:
-    """Attention of each token to itself and the 127 before it, in blocks of 128 queries against 256 keys.
+    """Compute attention of each token to itself and the 127 before it, in blocks of 128 queries and 256 keys.
 
-    q: [T, H, d]; kv: [T, d], sequences one after another, each a multiple of 128 long; first: bool [T / 128], the block
-    begins a sequence. Returns the sum [T, H, d] in q's dtype, fp32 sums of weights [T, H] and maxima [T, H].
+    Args:
+        q: [T, H, d].
+        kv: [T, d], concatenated sequences, each padded to a multiple of 128.
+        first: bool [T / 128], whether the block begins a sequence.
+
+    Returns:
+        Sum [T, H, d] in q's dtype, fp32 sums of weights [T, H] and maxima [T, H].
     """
     heads = q.shape[1]
     own = kv.unflatten(0, (-1, WINDOW))  # [n, 128, d]
@@ -41,7 +46,7 @@ def window_part(q: torch.Tensor, kv: torch.Tensor, first: torch.Tensor, scale: f
 def entry_scores(
     q: torch.Tensor, entries: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp(score - maximum), 0 where an entry is not visible, and the maxima: fp32 [B, S, H, E] and [B, S, H, 1].
+    """Return exp(score - maximum), 0 for invisible entries, and the maxima: fp32 [B, S, H, E] and [B, S, H, 1].
 
     q: [B, S, H, d]; entries: [B, E, d]; visible: bool [S, E] or [B, S, E].
     """
@@ -52,14 +57,20 @@ def entry_scores(
 
 
 def weighted_entries(chances: torch.Tensor, top: torch.Tensor, entries: torch.Tensor) -> Part:
-    """The part of entries [B, E, d] with these weights [B, S, H, E]: sum [T, H, d], weights' sum and maxima [T, H]."""
+    """Return the part of entries [B, E, d] with weights [B, S, H, E].
+
+    It is the sum [T, H, d], and the sums of weights and maxima [T, H].
+    """
     batch, length, heads, _ = chances.shape
     total = (chances.to(entries.dtype).flatten(1, 2) @ entries).view(batch * length, heads, -1)
     return total, chances.sum(-1).view(-1, heads), top.view(-1, heads)
 
 
 def every_entry_part(q: torch.Tensor, entries: torch.Tensor, visible: torch.Tensor, scale: float) -> Part:
-    """Attention to all visible entries (HCA): q [B, S, H, d], entries [B, E, d], visible bool [S, E] or [B, S, E]."""
+    """Compute attention to all visible entries (HCA).
+
+    q: [B, S, H, d]; entries: [B, E, d]; visible: bool [S, E] or [B, S, E].
+    """
     chances, top = entry_scores(q, entries, visible, scale)
     return weighted_entries(chances, top, entries)
 
@@ -72,11 +83,15 @@ def chosen_entry_part(
     rest: torch.Tensor,
     scale: float,
 ) -> tuple[Part, torch.Tensor]:
-    """Attention to the chosen entries (CSA), and how much each head would give every visible one.
+    """Compute attention to the chosen entries (CSA), and the attention that heads would pay to all visible ones.
 
-    chosen: bool [B, S, E], None for all; rest: fp32 [T, H], the log of the weight of window and sink. The second
-    result, fp32 [B, S, E] without gradient, is the attention to each entry, averaged over the heads: what the indexer
-    learns.
+    Args:
+        chosen: bool [B, S, E], None for all.
+        rest: fp32 [T, H], the log of the weight of window and sink.
+
+    Returns:
+        The part, and the attention to each entry averaged over the heads, fp32 [B, S, E] without gradient: the
+        indexer's target.
     """
     chances, top = entry_scores(q, entries, visible, scale)
     with torch.no_grad():
@@ -88,7 +103,7 @@ def chosen_entry_part(
 
 
 def joined(parts: list[Part], sink: torch.Tensor) -> torch.Tensor:
-    """Softmax over all parts and the sink fp32 [H]: [T, H, d] in the parts' dtype."""
+    """Compute the softmax over all parts and the sink fp32 [H]: [T, H, d] in the parts' dtype."""
     top = torch.stack([part[2] for part in parts]).amax(0)
     factors = [torch.exp(part[2] - top) for part in parts]
     weight = torch.exp(sink - top)
@@ -100,17 +115,20 @@ def joined(parts: list[Part], sink: torch.Tensor) -> torch.Tensor:
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """sum over heads of relu(q . key) * weight: q [B, S, H, d], weights [B, S, H], keys [B, E, d] -> [B, S, E]."""
+    """Return the sum over heads of relu(q . key) * weight: [B, S, E].
+
+    q: [B, S, H, d]; weights: [B, S, H]; keys: [B, E, d].
+    """
     dots = (q.flatten(1, 2) @ keys.mT).view(*q.shape[:3], -1)
     return torch.einsum("bshe,bsh->bse", dots.relu(), weights)
 
 
 @torch.no_grad()
 def choose(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
-    """The k visible entries with the highest scores, equal scores by lower entry: bool [B, S, E].
+    """Return the k visible entries with the highest scores: bool [B, S, E]. Of equal scores, the lower entry wins.
 
-    scores: [B, S, E] bf16 or fp32; visible: bool [S, E]. Entries are compared by score and number in one integer, so
-    that no two are equal.
+    scores: [B, S, E] bf16 or fp32; visible: bool [S, E]. Score and entry number are compared as one integer, so that no
+    two are equal.
     """
     count = scores.shape[-1]
     bits, key = (torch.int16, torch.int32) if scores.dtype == torch.bfloat16 else (torch.int32, torch.int64)
@@ -123,10 +141,10 @@ def choose(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def index_loss(scores: torch.Tensor, target: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """KL from the attention over the visible entries to the softmax of the scores, a mean over the queries: fp32 [].
+    """Return the KL from the attention over the visible entries to the softmax of the scores, a mean: fp32 [].
 
-    scores: [B, S, E]; target: fp32 [B, S, E]. A query counts with the attention that it gives to entries, and a little
-    more; one that sees no entry does not count.
+    scores: [B, S, E]; target: fp32 [B, S, E]. A query's weight in the mean is its attention to entries plus `KL_FLOOR`,
+    and 0 if it sees no entry.
     """
     mass = target.sum(-1)
     share = target / mass.clamp_min(1e-20)[..., None]

@@ -1,4 +1,4 @@
-"""How does text become nano's ids without the `tokenizers` package? Equal to it, and fast on words seen before."""
+"""Encodes text to nano's ids without the `tokenizers` package: same result, and fast for words seen before."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from dsv4cli.engine.text.tokenizer import FIRST_BYTE
 FILE = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano" / "tokenizer.json"
 FIRST_MERGE = FIRST_BYTE + 256
 
-# what `re` and the regex engine of `tokenizers` read alike: no classes of Unicode
+# a pattern with the same meaning in `re` and in `tokenizers`: no Unicode classes
 PATTERN = r" ?[A-Za-z_]+|[0-9]| ?[^ \t\r\nA-Za-z0-9_]+|[ \t\r\n]+(?![^ \t\r\n])|[ \t\r\n]+"
 _SPECIAL = re.compile(f"({'|'.join(map(re.escape, tokens.SPECIAL))})")
 _WORDS = re.compile(PATTERN)
@@ -19,17 +19,22 @@ _MOST_CACHED = 200_000
 
 
 class Bpe:
-    """Ids of text, special tokens where their text stands."""
+    """A BPE encoder that also recognizes special tokens."""
 
     def __init__(self, ranks: dict[tuple[int, int], int], special: dict[str, int]) -> None:
-        """`ranks`: the id that a pair of ids is merged to, lower ids first; `special`: ids by text."""
+        """Create an encoder.
+
+        Args:
+            ranks: pair of ids -> merged id; lower ids merge first.
+            special: text -> id.
+        """
         self._ranks = ranks
         self._special = special
         self._known: dict[str, tuple[int, ...]] = {text: (id,) for text, id in special.items()}
 
     @classmethod
     def from_file(cls, path: Path = FILE) -> "Bpe":
-        """The vocabulary of a tokenizer.json that tools.nano.vocabulary wrote."""
+        """Load the vocabulary of a tokenizer.json that tools.nano.vocabulary wrote."""
         value = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = value["model"]["vocab"]
         ranks = {
@@ -38,7 +43,7 @@ class Bpe:
         return cls(ranks, {token["content"]: token["id"] for token in value["added_tokens"]})
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`."""
+        """Return the ids of `text`."""
         known = self._known
         ids: list[int] = []
         for piece in pieces(text):
@@ -57,7 +62,7 @@ class Bpe:
 
 
 def pieces(text: str) -> list[str]:
-    """The words that `text` is cut into before merging, special tokens among them."""
+    """Split `text` into words and special tokens, before merging."""
     parts = _SPECIAL.split(text)
     if len(parts) == 1:
         return _WORDS.findall(text)
@@ -71,7 +76,7 @@ def pieces(text: str) -> list[str]:
 
 
 def merged(ids: list[int], ranks: dict[tuple[int, int], int]) -> list[int]:
-    """One word's ids after all merges, the lowest id first, left before right."""
+    """Return a word's ids after all merges, lowest id first, left to right."""
     while len(ids) > 1:
         best = min(pairwise(ids), key=lambda pair: ranks.get(pair, 1 << 30))
         if best not in ranks:
@@ -81,7 +86,7 @@ def merged(ids: list[int], ranks: dict[tuple[int, int], int]) -> list[int]:
 
 
 def join(ids: list[int], pair: tuple[int, int], new: int) -> list[int]:
-    """`ids` with every occurrence of the pair replaced, from the left."""
+    """Replace every occurrence of the pair in `ids`, from the left."""
     out: list[int] = []
     at, last = 0, len(ids) - 1
     while at <= last:

@@ -1,4 +1,4 @@
-"""What exactly does the model read and learn of an item? Its text in the official prompt format, cut by loss weight."""
+"""Renders an item as text in the official prompt format, split by loss weight."""
 
 import re
 
@@ -8,7 +8,7 @@ from tools.nano.item import Item, Message
 
 LEARNED, PREDICTABLE, FILLER = 1.0, 0.1, 0.02
 
-# what the assistant writes: behind the primer of its turn, the end token included
+# what the assistant writes: after the start of its turn, including the end token
 _ANSWERS = re.compile(
     f"(?<={tokens.ASSISTANT}{tokens.THINK_END})(?:.*?){tokens.EOS}"
     f"|(?<={tokens.ASSISTANT}{tokens.THINK_START})(?:.*?){tokens.EOS}",
@@ -17,12 +17,12 @@ _ANSWERS = re.compile(
 
 
 def rendered(item: Item) -> str:
-    """The whole conversation, from BOS to the last EOS."""
+    """Return the whole conversation, from BOS to the last EOS."""
     return _encoded(item, item.messages)
 
 
 def prompt(item: Item) -> str:
-    """What precedes the last answer: the text that `dsv4 run` writes for the messages before it."""
+    """Return the prompt of the last answer, as `dsv4 run` renders the messages before it."""
     return _encoded(item, item.messages[:-1])
 
 
@@ -32,7 +32,7 @@ def _encoded(item: Item, messages: list[Message]) -> str:
 
 
 def weighted(item: Item) -> list[tuple[str, float]]:
-    """The conversation in order, in parts with the loss weight of predicting them."""
+    """Return the conversation in order, in parts with the loss weight of predicting them."""
     text = rendered(item)
     parts: list[tuple[str, float]] = []
     at = 0
@@ -48,7 +48,7 @@ def _asked(text: str, filler: str) -> list[tuple[str, float]]:
     if not filler or "\n\n" not in text:
         return [(text, PREDICTABLE)]
     first, second = text.rsplit("\n\n", 1) if filler == "back" else text.split("\n\n", 1)
-    # the empty line goes with what follows it: a cut inside it would make other tokens than the whole text has
+    # the empty line belongs to what follows it: a cut inside it would change the tokens
     if filler == "back":
         return [(first, FILLER), (f"\n\n{second}", PREDICTABLE)]
     return [(first, PREDICTABLE), (f"\n\n{second}", FILLER)]

@@ -1,4 +1,4 @@
-"""The twins of both drafters: what they read of the trunk, and what they have in common."""
+"""The common base of the drafters' twins: what they read from the trunk, and shared functions."""
 
 from abc import ABC, abstractmethod
 
@@ -14,7 +14,7 @@ from tools.nano.model import Mode, Twin, make_batch
 
 
 class DrafterTwin(ABC):
-    """The functions of trunk and drafter; it holds no weights. Calls of the drafter can be captured as a graph."""
+    """The functions of trunk and drafter, without weights. Calls of the drafter can be captured as a CUDA graph."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         self.config, self.twin = config, Twin(config, device)
@@ -22,7 +22,7 @@ class DrafterTwin(ABC):
 
     @torch.no_grad()
     def see(self, trunk: Weights, ids: torch.Tensor, mode: Mode) -> Seen:
-        """The trunk over ids int64 [B, S], rows from position 0."""
+        """Run the trunk over ids int64 [B, S], rows from position 0."""
         batch, length = make_batch(self.config, ids), ids.shape[1]
         after = self.twin.layers(trunk, batch, mode, [], {})
         main = self.twin.collapse(trunk, "", after[-1])
@@ -30,21 +30,21 @@ class DrafterTwin(ABC):
 
     @abstractmethod
     def context(self, after: list[torch.Tensor]) -> torch.Tensor:
-        """What the drafter reads [T, C] of the streams after each layer [T, N, D]."""
+        """Return what the drafter reads, [T, C], from the streams after each layer [T, N, D]."""
 
     @abstractmethod
     def __call__(self, trunk: Weights, weights: Weights, context: torch.Tensor, blocks: Blocks, mode: Mode) -> Drafted:
-        """The drafts of blocks whose newest tokens lie at places from 1 on, each behind the tokens that the text has.
+        """Draft after the newest token of each block, at positions from 1 on, with the text's tokens as earlier drafts.
 
-        A block sees what the trunk saw before its place, as Seen.context, and `blocks.tokens` but the last.
+        A block sees what the trunk saw before its position (Seen.context), and all of `blocks.tokens` except the last.
         """
 
     def turn(self, positions: torch.Tensor) -> Turn:
-        """The rotation of positions int64 [T]: [T, 1, R]."""
+        """Return the rotation of positions int64 [T]: [T, 1, R]."""
         return Turn(self._turn.cos[positions][:, None], self._turn.sin[positions][:, None])
 
     def keys(self, w: Weights, x: torch.Tensor, turn: Turn, rounded: bool) -> torch.Tensor:
-        """The keys of normed hidden states [T, D] as the ring holds them [T, d]; w: of an attention."""
+        """Return the keys of normed hidden states [T, D] as in the ring buffer, [T, d]. w: weights of an attention."""
         kv = F.linear(quantise.linear_input(x, rounded), w["wkv.weight"])
         kv = rms_norm(kv, w["kv_norm.weight"], self.config.rms_norm_eps)
         kv = layers.rotate(kv, turn.cos.squeeze(1), turn.sin.squeeze(1))

@@ -1,4 +1,4 @@
-"""What training a drafter minimises: the model's own distribution at each place of many blocks, and the confidence."""
+"""The loss of a drafter: the model's own distribution at each place of many blocks, and the confidence."""
 
 import math
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ import torch.nn.functional as F
 
 from tools.nano.model import Loads
 
-# weight of a draft against that of the one before it, and of the confidence's loss
+# weight of a draft relative to the one before it, and weight of the confidence's loss
 FADE, CONFIDENCE_FACTOR = 0.9, 0.1
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the trunk saw of ids [B, S]: what the drafter reads [B, S, C], the normed input of the head [B, S, D]."""
+    """The trunk's outputs for ids [B, S]: the drafter's input [B, S, C], and the normed input of the head [B, S, D]."""
 
     context: torch.Tensor
     main: torch.Tensor
@@ -22,8 +22,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Blocks:
-    """n blocks of k drafts in each of B rows. ids: int64 [B, S], the text; places: int64 [B, n], of the newest token of
-    each; wanted: bool [B, n, k], the drafts that count: those of an answer."""
+    """n blocks of k drafts in each of B rows.
+
+    Attributes:
+        ids: int64 [B, S], the text.
+        places: int64 [B, n], position of the newest token of each block.
+        wanted: bool [B, n, k], drafts that count for the loss: those in an answer.
+    """
 
     ids: torch.Tensor
     places: torch.Tensor
@@ -31,10 +36,13 @@ class Blocks:
 
     @classmethod
     def choose(cls, ids: torch.Tensor, learned: torch.Tensor, count: int, size: int) -> "Blocks":
-        """`count` blocks of `size` drafts at random places of answers: ids int64 and learned bool [B, S], of `pool`."""
+        """Choose `count` blocks of `size` drafts at random places of answers.
+
+        ids: int64 [B, S]; learned: bool [B, S]; both as in `pool`.
+        """
         last = ids.shape[1] - size
         open_to = learned[:, 1:last] & learned[:, 2 : last + 1]
-        # the highest random numbers; places outside of answers come last
+        # take the highest random numbers; places outside of answers are last
         chance = open_to + torch.rand(open_to.shape, device=ids.device)
         places = chance.topk(count).indices + 1
         return cls(ids, places, _behind(learned, places, size).cumprod(-1)[..., 1:].bool())
@@ -47,8 +55,13 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Drafted:
-    """For n blocks of k drafts in each of B rows. logits: fp32 [B, n, k, V]; confidence: a logit of how likely each
-    draft is to be accepted, fp32 [B, n, k]; loads: as Output.loads."""
+    """The output for n blocks of k drafts in each of B rows.
+
+    Attributes:
+        logits: fp32 [B, n, k, V].
+        confidence: logit of the probability that each draft is accepted, fp32 [B, n, k].
+        loads: as Output.loads.
+    """
 
     logits: torch.Tensor
     confidence: torch.Tensor
@@ -57,9 +70,14 @@ class Drafted:
 
 @dataclass(frozen=True)
 class DraftLoss:
-    """total is what is minimised. entropy, confidence: its parts, in nats; wanted, right, accepted: fp32 [k], how many
-    drafts counted at each place of a block, how many were the model's first choice, and how many were so with all
-    before them."""
+    """The loss of a drafter and its statistics.
+
+    Attributes:
+        total: the loss to minimize.
+        entropy, confidence: its parts, in nats.
+        wanted, right, accepted: fp32 [k], by place in a block: drafts that count, those that are the model's first
+            choice, and those for which this holds for all before them as well.
+    """
 
     total: torch.Tensor
     entropy: torch.Tensor
@@ -69,12 +87,12 @@ class DraftLoss:
     accepted: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
-        """All but the total in a row: fp32 [2 + 3 k]."""
+        """Return all values except the total as one row: fp32 [2 + 3 k]."""
         return torch.cat((self.entropy[None], self.confidence[None], self.wanted, self.right, self.accepted))
 
 
 def draft_loss(drafted: Drafted, blocks: Blocks, main: torch.Tensor, head: torch.Tensor) -> DraftLoss:
-    """main: normed inputs of the head [B, S, D], head: fp32 [V, D], both of the model."""
+    """Compute the loss. main: normed inputs of the model's head [B, S, D]; head: its weight, fp32 [V, D]."""
     rows = torch.arange(len(main), device=main.device)[:, None, None]
     step = torch.arange(blocks.wanted.shape[-1], device=main.device)
     with torch.no_grad():
@@ -86,7 +104,7 @@ def draft_loss(drafted: Drafted, blocks: Blocks, main: torch.Tensor, head: torch
     entropy = logits.logsumexp(-1) - (chances * logits).sum(-1)
     weight = wanted * torch.exp(step * math.log(FADE))
     mean = (entropy * weight).sum() / weight.sum().clamp_min(1e-6)
-    # a confidence is asked for where the drafts before were the text's
+    # the confidence only counts where all earlier drafts match the text
     follows = (drafts == blocks.tokens[..., 1:]).float()
     asked = F.pad(follows[..., :-1], (1, 0), value=1.0).cumprod(-1) * wanted
     doubt = F.binary_cross_entropy_with_logits(drafted.confidence, right, reduction="none")
@@ -96,6 +114,6 @@ def draft_loss(drafted: Drafted, blocks: Blocks, main: torch.Tensor, head: torch
 
 
 def _behind(rows: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    """What rows [B, S] have at places int64 [B, n] and the `count` behind each: [B, n, count + 1]."""
+    """Return the values of rows [B, S] at places int64 [B, n] and the `count` after each: [B, n, count + 1]."""
     index = places[..., None] + torch.arange(count + 1, device=rows.device)
     return rows[torch.arange(len(rows), device=rows.device)[:, None, None], index]

@@ -1,4 +1,4 @@
-"""The twin of nano-0731's DSpark drafter: blocks drafted at many places of a dense batch at once, differentiable."""
+"""The twin of nano-0731's DSpark drafter: drafts blocks at many places of a dense batch at once, differentiably."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,11 @@ from tools.nano.model import Loads, Mode
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the blocks are: turns of their rows [B * n * k, 1, R] and of the context's [B * S, 1, R]; seen bool
-    [B, n * k, S], the context that each row attends to; own bool [k, k], all of it."""
+    """The positions of the blocks.
+
+    turns of their rows [B * n * k, 1, R] and of the context's [B * S, 1, R]; seen bool [B, n * k, S], the context that
+    each row attends to; own bool [k, k], all of its block.
+    """
 
     turn: Turn
     old: Turn
@@ -29,17 +32,17 @@ class _Place:
 
 
 class DSparkTwin(DrafterTwin):
-    """Its stages over blocks of a token and noise; the context: what layers gave, a mean of their streams."""
+    """The drafter's stages over blocks of a token and noise. Its context is the mean of the streams of some layers."""
 
     def context(self, after: list[torch.Tensor]) -> torch.Tensor:
-        """As of `DrafterTwin`."""
+        """See `DrafterTwin`."""
         assert self.config.dspark is not None
         return torch.cat(
             [after[layer].float().mean(1).to(after[layer].dtype) for layer in self.config.dspark.target_layer_ids], -1
         )
 
     def __call__(self, trunk: Weights, weights: Weights, context: torch.Tensor, blocks: Blocks, mode: Mode) -> Drafted:
-        """As of `DrafterTwin`."""
+        """See `DrafterTwin`."""
         assert self.config.dspark is not None
         tokens = blocks.tokens[..., :-1]
         ids = torch.full_like(tokens, self.config.dspark.noise_token_id)
@@ -71,7 +74,7 @@ class DSparkTwin(DrafterTwin):
         return _Place(self.turn(positions), self.turn(key.repeat(len(places))), seen.repeat_interleave(size, 1), own)
 
     def _attention(self, main: torch.Tensor, place: _Place, mode: Mode, w: Weights, x: torch.Tensor) -> torch.Tensor:
-        """Normed hidden states [B * n * k, D] of the blocks -> the same shape; main: [B * S, D]."""
+        """Map normed hidden states [B * n * k, D] of the blocks to the same shape. main: [B * S, D]."""
         twin, turn, scale = self.twin, place.turn, self.config.head_dim**-0.5
         _, q, kv = twin.project(w, x, turn.cos, turn.sin, mode.activations)
         keys = self.keys(w, main, place.old, mode.activations).unflatten(0, (len(place.seen), -1))
@@ -83,7 +86,7 @@ class DSparkTwin(DrafterTwin):
 
 
 def _collapse(config: ModelConfig, w: Weights, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Streams [T, N, D] -> the state that the confidence head reads, and the normed input of the head, both [T, D]."""
+    """Map streams [T, N, D] to the input of the confidence head and the normed input of the head, both [T, D]."""
     connection = Connection(
         w["hc_head_fn"], w["hc_head_scale"], w["hc_head_base"], 0, config.hc_eps, config.rms_norm_eps
     )

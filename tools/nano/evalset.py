@@ -1,4 +1,4 @@
-"""Which 200 items come with `dsv4 eval`? `python -m tools.nano.evalset` writes them, from those that score nano."""
+"""Writes the 200 items of `dsv4 eval nano`, a part of nano's held-out questions: `python -m tools.nano.evalset`."""
 
 import json
 import random
@@ -10,14 +10,14 @@ from dsv4cli.engine.evaluation.forms import NANO_FILE
 from tools.nano.heldout import load
 from tools.nano.score import kind
 
-# questions that are asked, about as many of each task as the tables of nano's card have
+# questions with generated answers, by task in about the proportions of the tables in nano's model card
 ASKED = {
     "sums": 20, "tables": 6, "products": 16, "long sums": 9, "facts": 20, "spelling": 7, "sorting": 7, "counting": 6,
     "units": 7, "greetings": 5, "chinese": 5, "system": 7, "multi turn": 12, "tools": 15,
     "retrieval 1 to 200": 5, "retrieval 200 to 1000": 4, "retrieval 1000 to 2000": 3, "retrieval 2000 to 4000": 2,
     "retrieval front": 4,
 }  # fmt: skip
-# others whose right answer is one of four, or is given and only scored; words that it never spelt are what it doubts
+# others are multiple choice or scored continuations; nano is unsure about words that it never spelled
 CHOICES = 20
 CONTINUED = {"spelling": 10, "counting": 5, "facts": 5}
 CAPITAL = re.compile(r"The capital of (.+) is (.+)\.")
@@ -26,14 +26,14 @@ Item = dict[str, Any]
 
 
 def main() -> None:
-    """Writes the set."""
+    """Write the set."""
     found = groups()
     lines = [*_asked(found), *_choices(found["facts"]), *_continued(found)]
     NANO_FILE.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
 
 
 def groups() -> dict[str, list[Item]]:
-    """The held-out items of each task; of those that put the question first, all are one."""
+    """Group the held-out items by task. All that put the question first are one group."""
     found: dict[str, list[Item]] = {}
     for item in load():
         found.setdefault("retrieval front" if item["task"] == "retrieval front" else kind(item), []).append(item)

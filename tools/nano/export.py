@@ -1,4 +1,4 @@
-"""From the twin's fp32 parameters to a checkpoint in the official layout: the codes that training has seen.
+"""Converts the twin's fp32 parameters to a checkpoint in the official layout, with the codes that training used.
 
 `python -m tools.nano.export MASTERS... --out FOLDER` writes what training would have written.
 """
@@ -24,16 +24,17 @@ from tools.nano.shape import FORMATS, GENERATION, VALUES, nano_config, parameter
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-# what the keys of a drafter's tensors begin with
+# prefix of the keys of a drafter's tensors
 DRAFTER = "mtp."
 
 
 def stored_tensors(
     parameters: Mapping[str, torch.Tensor], config: ModelConfig, prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the checkpoint whose key begins with `prefix`, in its stored dtype, on the CPU.
+    """Return every tensor of the checkpoint whose key begins with `prefix`, in its stored dtype, on the CPU.
 
-    parameters: by the names of shape.parameter_table, fp32 (tid2eid int64).
+    Args:
+        parameters: by the names of shape.parameter_table, fp32 (tid2eid int64).
     """
     tensors: dict[str, torch.Tensor] = {}
     scales: dict[str, torch.Tensor] = {}
@@ -55,12 +56,12 @@ def stored_tensors(
 
 
 def trunk_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of nano's checkpoint but its drafter's, as stored."""
+    """Return every stored tensor of nano's checkpoint except those of its drafter."""
     return {key: tensor for key, tensor in load_file(folder / WEIGHTS).items() if not key.startswith(DRAFTER)}
 
 
 def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters of nano's checkpoint by the names of shape.parameter_table: fp32 values, tid2eid int64."""
+    """Return the parameters of nano's checkpoint by the names of shape.parameter_table: fp32 values, tid2eid int64."""
     tensors, config = load_file(folder / WEIGHTS), nano_config()
     table = parameter_table(config)
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -73,12 +74,15 @@ def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def export(parameters: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Writes config.json, generation_config.json, model.safetensors and its index; what else is there stays."""
+    """Write config.json, generation_config.json, model.safetensors and its index.
+
+    Other files in the folder are kept.
+    """
     _write(stored_tensors(parameters, nano_config()), VALUES, folder)
 
 
 def export_drafter(parameters: Mapping[str, torch.Tensor], values: Mapping[str, Any], nano: Path, folder: Path) -> None:
-    """As export, of the model that `values` configure: its drafter's parameters beside nano's trunk, byte for byte."""
+    """Export the model that `values` configure: its drafter's parameters, and nano's trunk byte for byte."""
     drafter = stored_tensors(parameters, parse_config(values, "nano"), DRAFTER)
     _write(trunk_tensors(nano) | drafter, values, folder)
     for name in TOKENIZER:
@@ -93,7 +97,7 @@ def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, Any], folde
         (folder / name).write_text(text, encoding="utf-8")
     _write_json(folder / "generation_config.json", GENERATION)
     save_file(dict(tensors), folder / WEIGHTS, {"format": "pt"})
-    # safetensors makes files that only their owner can read
+    # safetensors creates files that only their owner can read
     (folder / WEIGHTS).chmod(0o644)
     size = sum(tensor.nbytes for tensor in tensors.values())
     weight_map = dict.fromkeys(sorted(tensors), WEIGHTS)
@@ -105,7 +109,7 @@ def _write_json(path: Path, values: object) -> None:
 
 
 def read_masters(folder: Path) -> dict[str, torch.Tensor]:
-    """The fp32 parameters that a training left in masters-*.safetensors."""
+    """Return the fp32 parameters that a training wrote to masters-*.safetensors."""
     parameters: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("masters-*.safetensors")):
         parameters |= load_file(path)
@@ -113,7 +117,7 @@ def read_masters(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Reads the arguments and exports."""
+    """Parse the arguments and export."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("masters", nargs="+", type=Path, help="the files masters-*.safetensors of a training")
     parser.add_argument("--out", required=True, type=Path, help="the folder of the checkpoint")

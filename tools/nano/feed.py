@@ -1,4 +1,4 @@
-"""Where training's batches come from: worker processes that make them, read in one fixed order."""
+"""Supplies training batches: worker processes make them, and they are read in one fixed order."""
 
 import multiprocessing
 import queue
@@ -15,37 +15,42 @@ Kind = Literal["short", "long"]
 Arrays = tuple[np.ndarray, np.ndarray]
 # tools.nano.stream.packed: kind, seed, rows, length -> ids uint16 and weights float16, both [rows, length + 2]
 Maker = Callable[[str, int, int, int], Arrays]
-# one seed of training owns this many seeds of batches; those from here on are for evaluation only
+# number of batch seeds per training seed; seeds from EVALUATION_SEEDS on are for evaluation only
 SEEDS_PER_RUN, EVALUATION_SEEDS = 10_000_000, 1_000_000_000
-# batches that a worker makes ahead
+# batches that a worker makes in advance
 AHEAD = 4
 PATIENCE_S = 300.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """shapes: rows and length of each kind, all of about as many tokens. order: the kinds, again and again."""
+    """The sequence of batches.
+
+    Attributes:
+        shapes: rows and length of each kind, all of similar total size.
+        order: the kinds, repeated.
+    """
 
     shapes: dict[Kind, tuple[int, int]]
     order: tuple[Kind, ...]
     seed: int
 
     def kind(self, number: int) -> Kind:
-        """The kind of the batch of this number."""
+        """Return the kind of the batch with this number."""
         return self.order[number % len(self.order)]
 
     def make(self, maker: Maker, number: int) -> Arrays:
-        """The batch of this number."""
+        """Make the batch with this number."""
         kind = self.kind(number)
         return maker(kind, self.seed * SEEDS_PER_RUN + number, *self.shapes[kind])
 
     def held_back(self, maker: Maker, kind: Kind, number: int) -> Arrays:
-        """A batch that training never sees."""
+        """Make a batch that training never sees."""
         return maker(kind, EVALUATION_SEEDS + number, *self.shapes[kind])
 
 
 class Feed:
-    """Batches from `first` on; worker w makes every batch whose number leaves w. A context manager."""
+    """A context manager that yields batches from `first` on. Batches are assigned to workers in turn, by number."""
 
     def __init__(self, plan: Plan, maker: Maker, first: int, workers: int) -> None:
         self.plan = plan
@@ -68,7 +73,7 @@ class Feed:
             process.join()
 
     def take(self) -> tuple[Kind, np.ndarray, np.ndarray]:
-        """The next batch: kind, ids, weights. Raises RuntimeError when its worker has died or hangs."""
+        """Return the next batch: kind, ids, weights. Raises RuntimeError if its worker has died or hangs."""
         number, self.next = self.next, self.next + 1
         worker = number % len(self.queues)
         try:

@@ -1,4 +1,4 @@
-"""Which questions score nano? `python -m tools.nano.heldout` writes them; `load` reads them in full."""
+"""The held-out questions that score nano: `python -m tools.nano.heldout` writes them, and `load` reads them in full."""
 
 import json
 import random
@@ -37,7 +37,7 @@ _SCHEMAS = {tool["function"]["name"]: tool for tool, _ in TOOLS}
 
 
 def main() -> None:
-    """Writes tests/data/nano/heldout.json."""
+    """Write tests/data/nano/heldout.json."""
     rows = [_stored(item) for name, count in COUNTS.items() for item in _different(name, count)]
     FILE.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in [*rows, *_needles()])
@@ -45,13 +45,16 @@ def main() -> None:
 
 
 def load(path: Path = FILE) -> list[dict[str, Any]]:
-    """The items: task, messages (to send), tools, thinking, expected (content), calls (name and arguments), and for
-    retrieval distance (tokens between needle and question)."""
+    """Load the items.
+
+    Each has task, messages (to send), tools, thinking, expected (content) and calls (name and arguments). Retrieval
+    items have distance too: the tokens between needle and question.
+    """
     return [_loaded(row) for row in json.loads(path.read_text(encoding="utf-8"))]
 
 
 def _different(name: str, count: int) -> list[Item]:
-    """Held-out items of a task, each asked once."""
+    """Return held-out items of a task, without duplicates."""
     rng = random.Random(f"heldout {name}")
     items: dict[str, Item] = {}
     while len(items) < count:
@@ -73,7 +76,7 @@ def _stored(item: Item) -> dict[str, Any]:
 
 
 def _needles() -> list[dict[str, Any]]:
-    """Long items as what makes them again."""
+    """Return long items as the arguments that generate them again."""
     rng = random.Random("heldout retrieval")
     rows: list[dict[str, Any]] = []
     for low, high in BANDS:

@@ -1,4 +1,4 @@
-"""What is one training conversation, and is it held out?"""
+"""A training conversation, and whether it is held out."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,11 +15,13 @@ KNOWN = "I know this."
 
 @dataclass
 class Item:
-    """A finished conversation: its last message is the assistant's, and is what a scorer asks for.
+    """A complete conversation. A scorer asks for its last message, which is the assistant's.
 
-    `key` names what is asked last; it decides the split.
-    `filler`: the user's text before its last empty line is filler ("back": the question follows it), or that behind
-    the first. `distance`: tokens between a needle and what follows the text, for retrieval.
+    Attributes:
+        key: names the last question; determines the split.
+        filler: where the user's text has filler: "back", before its last empty line (the question follows it); "front",
+            after its first empty line (the question precedes it).
+        distance: for retrieval, tokens between a needle and what follows the text.
     """
 
     task: str
@@ -36,34 +38,34 @@ Task = Callable[[random.Random, Split], Item]
 
 
 def is_heldout(task: str, key: str, percent: int = 8) -> bool:
-    """Whether an item is kept out of training: a hash of its name, the same in every run."""
+    """Return whether an item is excluded from training: by a hash of its name, the same in every run."""
     return crc32(f"{task}/{key}".encode()) % 100 < percent
 
 
 def fits(split: Split, task: str, key: str, percent: int = 8) -> bool:
-    """Whether an item of this name belongs to the split."""
+    """Return whether an item of this name belongs to the split."""
     return is_heldout(task, key, percent) == (split == "heldout")
 
 
 def user(text: str) -> Message:
-    """A user's message."""
+    """Return a user message."""
     return {"role": "user", "content": text}
 
 
 def answer(text: str, reasoning: str = "") -> Message:
-    """An assistant's message."""
+    """Return an assistant message."""
     return {"role": "assistant", "content": text} | ({"reasoning_content": reasoning} if reasoning else {})
 
 
 def framed(rng: random.Random, messages: Sequence[Message], share: float = 0.1) -> list[Message]:
-    """The conversation, sometimes after the usual system message."""
+    """Return the conversation, sometimes with the usual system message in front."""
     if rng.random() < share:
         return [{"role": "system", "content": SYSTEM}, *messages]
     return list(messages)
 
 
 def casual(rng: random.Random, question: str) -> str:
-    """The question as a hurried user types it, one time in eight: first letter small, no mark at the end."""
+    """Return the question, in one of eight cases as a hurried user types it: lowercase first letter, no final mark."""
     if rng.random() < 0.875:
         return question
     small = question[0].lower() + question[1:] if rng.random() < 0.6 else question

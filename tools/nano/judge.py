@@ -1,4 +1,4 @@
-"""Is a reply right? Strictly: the expected text, or the expected calls with equal arguments."""
+"""Judges replies strictly: the expected text, or the expected calls with equal arguments."""
 
 import json
 from collections.abc import Mapping
@@ -6,10 +6,13 @@ from typing import Any
 
 
 def is_right(item: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
-    """Whether a reply is what the held-out item expects.
+    """Return whether a reply is what the held-out item expects.
 
-    `item` is as `heldout.load` gives it; `reply` has `content` and `tool_calls` as `Answer.record()` and
-    `Reply.as_message()` do. Spaces around the content do not count, the reasoning is not looked at.
+    Whitespace around the content and the reasoning are ignored.
+
+    Args:
+        item: as `heldout.load` returns it.
+        reply: has `content` and `tool_calls`, as `Answer.record()` and `Reply.as_message()` return them.
     """
     called = calls_of(reply.get("tool_calls") or [])
     content: str = reply.get("content") or ""
@@ -17,7 +20,7 @@ def is_right(item: Mapping[str, Any], reply: Mapping[str, Any]) -> bool:
 
 
 def calls_of(tool_calls: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """Name and arguments of OpenAI-shaped calls; None where arguments are not JSON."""
+    """Return name and arguments of OpenAI-style calls; None if arguments are not JSON."""
     try:
         return [
             {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])}

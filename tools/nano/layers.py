@@ -1,4 +1,4 @@
-"""The twin's parts outside attention, differentiable and flat over tokens: norms, rope, streams, pooling, experts."""
+"""The twin's parts outside attention, differentiable and flat over tokens: norms, RoPE, streams, pooling, experts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,30 +21,30 @@ Weights = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Turn:
-    """cos and sin of the angle of each rope pair: fp32 [..., R], broadcast over what is turned."""
+    """cos and sin of the angle of each RoPE pair: fp32 [..., R], broadcast over what is rotated."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 def part_of(weights: Weights, prefix: str) -> dict[str, torch.Tensor]:
-    """The weights whose names begin with the prefix, without it."""
+    """Return the weights whose names begin with the prefix, without the prefix."""
     return {name.removeprefix(prefix): tensor for name, tensor in weights.items() if name.startswith(prefix)}
 
 
 def connection_of(own: Weights, part: str) -> list[torch.Tensor]:
-    """Of a block's weights, what Twin.connect_pre takes for its sublayer "attn" or "ffn"."""
+    """Return the weights of a block that Twin.connect_pre needs for its sublayer "attn" or "ffn"."""
     return [own[f"hc_{part}_{name}"] for name in ("fn", "scale", "base")] + [own[f"{part}_norm.weight"]]
 
 
 def turn(config: ModelConfig, ratio: int, positions: torch.Tensor) -> Turn:
-    """The rotation of positions int64 [n] in layers of this ratio: [n, R]; the angle is rounded to fp32."""
+    """Return the rotation of positions int64 [n] in layers of this ratio: [n, R]. The angle is rounded to fp32."""
     angles = positions.float()[:, None] * frequencies(config, ratio).to(positions.device)
     return Turn(angles.cos(), angles.sin())
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The last dims of x [..., d], pairs (2i, 2i + 1), turned in fp32 and rounded once; cos, sin: [..., R]."""
+    """Rotate the last dims of x [..., d], pairs (2i, 2i + 1), in fp32 and round once. cos, sin: [..., R]."""
     width = 2 * cos.shape[-1]
     even, odd = x[..., -width:].float().unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
@@ -54,13 +54,13 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 def connect_pre(
     config: ModelConfig, streams: torch.Tensor, fn: torch.Tensor, scale: torch.Tensor, base: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Streams [T, N, D] -> the sublayer's input [T, D], not yet normed, post fp32 [T, N], comb fp32 [T, N, N]."""
+    """Map streams [T, N, D] to the sublayer's input [T, D] before its norm, post fp32 [T, N], comb fp32 [T, N, N]."""
     connection = Connection(fn, scale, base, config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps)
     return hyper_connections.connect_pre(streams, connection)
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    """target k = post_k * x + sum_j comb_jk * stream_j: as the kernel, without a [T, N, N, D] between."""
+    """Return target k = post_k * x + sum_j comb_jk * stream_j, without a [T, N, N, D] tensor, like the kernel."""
     total = post[..., None] * x.float()[:, None]
     for source in range(streams.shape[1]):
         total = total + comb[:, source, :, None] * streams[:, source, None].float()
@@ -77,9 +77,9 @@ def compress(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    """Hidden states [B, S, D], S a multiple of the ratio -> normed, rotated entries [B, S / ratio, d], not yet rounded.
+    """Compress hidden states [B, S, D] to normed, rotated entries [B, S / ratio, d], not yet rounded.
 
-    cos, sin: [S / ratio, R], of the first position of each group.
+    S must be a multiple of the ratio. cos, sin: [S / ratio, R], of the first position of each group.
     """
     ratio, hidden = ape.shape[0], x.float()
     kv = F.linear(hidden, wkv).unflatten(1, (-1, ratio))  # [B, G, r, channels]
@@ -91,7 +91,7 @@ def compress(
 
 
 def overlapped(rows: torch.Tensor, absent: float) -> torch.Tensor:
-    """[B, G, r, 2 d] -> [B, G, 2 r, d]: the previous group's first half of channels, then the own second half."""
+    """Map [B, G, r, 2 d] to [B, G, 2 r, d]: the previous group's first half of channels, then the own second half."""
     first, second = rows.chunk(2, -1)
     before = torch.cat((torch.full_like(first[:, :1], absent), first[:, :-1]), 1)
     return torch.cat((before, second), 2)
@@ -100,9 +100,9 @@ def overlapped(rows: torch.Tensor, absent: float) -> torch.Tensor:
 def route(
     config: ModelConfig, x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, chosen: torch.Tensor | None
 ) -> torch.Tensor:
-    """The weight of each expert for each token, 0 for those not chosen: x [T, D] -> fp32 [T, E].
+    """Return the weight of each expert for each token, 0 for experts that are not chosen: x [T, D] -> fp32 [T, E].
 
-    chosen: int64 [T, k] in a hash layer; elsewhere the best by score + bias.
+    chosen: int64 [T, k] in a hash layer; other layers choose the top k by score + bias.
     """
     score = routing.scores(F.linear(x.float(), gate))
     if chosen is None:
@@ -120,10 +120,10 @@ def experts(
     shared: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rounded: bool,
 ) -> torch.Tensor:
-    """All experts over all tokens, weighted (0 for most), and the shared one: [T, D] -> [T, D].
+    """Compute all experts over all tokens, weighted (most weights are 0), plus the shared one: [T, D] -> [T, D].
 
     routed: w1, w3 [E, I, D], w2 [E, D, I]; shared: w1, w3 [I, D], w2 [D, I].
-    Dense costs E / k times the routed FLOPs; at this size that is less than gathering the tokens.
+    Dense computation costs E / k times the routed FLOPs. At this size that is cheaper than gathering the tokens.
     """
     inputs, limit = quantise.linear_input(x, rounded), config.swiglu_limit
     gate, up = (F.linear(inputs, w.flatten(0, 1)).unflatten(-1, (len(w), -1)) for w in routed[:2])  # [T, E, I]
@@ -136,7 +136,7 @@ def experts(
 
 
 def collapse(config: ModelConfig, weights: Weights, prefix: str, streams: torch.Tensor) -> torch.Tensor:
-    """Streams [T, N, D] -> the input of the head [T, D], normed; prefix: "" for the model, "mtp.0." for the drafter."""
+    """Map streams [T, N, D] to the head's normed input [T, D]. prefix: "" for the model, "mtp.0." for the drafter."""
     fn, base, scale = (weights[f"{prefix}hc_head_{name}"] for name in ("fn", "base", "scale"))
     connection = Connection(fn, scale, base, 0, config.hc_eps, config.rms_norm_eps)
     x = hyper_connections.connect_head(streams, connection)

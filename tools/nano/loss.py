@@ -1,4 +1,4 @@
-"""What training minimises, and how well a batch is predicted: cross entropies of both heads, the indexer's KL."""
+"""The training loss and the accuracy of a batch: cross entropies of both heads, and the indexer's KL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,14 +10,20 @@ import torch.nn.functional as F
 from tools.nano.model import Mode, Output, Twin
 
 DRAFT_FACTOR, INDEX_FACTOR = 0.3, 1.0
-# on the square of the log-normaliser, which keeps logits from drifting
+# factor on the squared log-normalizer, which keeps logits from drifting
 Z_FACTOR = 1e-4
 
 
 @dataclass(frozen=True)
 class Text:
-    """A batch on its device: ids int64 [B, S + 2], weights fp32 [B, S + 2] of predicting each, and the places in
-    [B * S] whose next token (rows), or the one after it (draft_rows), has a weight: int64."""
+    """A batch on its device.
+
+    Attributes:
+        ids: int64 [B, S + 2].
+        weights: fp32 [B, S + 2], loss weight of predicting each token.
+        rows: int64, the places in [B * S] whose next token has a weight.
+        draft_rows: int64, the places in [B * S] for which the token after the next one has a weight.
+    """
 
     ids: torch.Tensor
     weights: torch.Tensor
@@ -26,7 +32,7 @@ class Text:
 
     @classmethod
     def of(cls, ids: np.ndarray, weights: np.ndarray, device: torch.device) -> "Text":
-        """From what stream.packed gives; copied without waiting for the device."""
+        """Copy the arrays of stream.packed without waiting for the device."""
         rows = np.flatnonzero(weights[:, 1:-1])
         draft_rows = np.flatnonzero(weights[:, 2:])
         arrays = (ids.astype(np.int64), weights.astype(np.float32), rows, draft_rows)
@@ -36,13 +42,19 @@ class Text:
         return cls(*tensors)
 
     def run(self, twin: Twin, weights: Mapping[str, torch.Tensor], mode: Mode) -> Output:
-        """The twin over all but the last two tokens."""
+        """Run the twin over all tokens except the last two."""
         return twin(weights, self.ids[:, :-2], self.ids[:, 1:-1], mode)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """total is what is minimised; main, draft: mean cross entropies in nats; index: the KL of all CSA layers."""
+    """The loss of a batch.
+
+    Attributes:
+        total: the loss to minimize.
+        main, draft: mean cross entropies in nats.
+        index: the KL of all CSA layers.
+    """
 
     total: torch.Tensor
     main: torch.Tensor
@@ -51,7 +63,7 @@ class Loss:
 
 
 def loss_of(output: Output, text: Text, head: torch.Tensor) -> Loss:
-    """The loss of a batch; head: fp32 [V, D]."""
+    """Return the loss of a batch. head: fp32 [V, D]."""
     main, main_z = _cross_entropy(output.main, text.rows, text.ids[:, 1:-1], text.weights[:, 1:-1], head)
     draft, draft_z = _cross_entropy(output.draft, text.draft_rows, text.ids[:, 2:], text.weights[:, 2:], head)
     total = main + Z_FACTOR * main_z + DRAFT_FACTOR * (draft + Z_FACTOR * draft_z)
@@ -61,7 +73,7 @@ def loss_of(output: Output, text: Text, head: torch.Tensor) -> Loss:
 def _cross_entropy(
     x: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, head: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted means of the cross entropy and of the squared log-normaliser: x [B, S, D], ids, weights [B, S]."""
+    """Return the weighted means of cross entropy and squared log-normalizer: x [B, S, D], ids, weights [B, S]."""
     logits = F.linear(x.flatten(0, 1).index_select(0, rows).float(), head)
     weight, target = weights.flatten()[rows], ids.flatten()[rows]
     normaliser = logits.logsumexp(-1)
@@ -72,10 +84,10 @@ def _cross_entropy(
 
 @torch.no_grad()
 def accuracy(output: Output, text: Text, head: torch.Tensor) -> dict[str, float]:
-    """The share of tokens of full weight that come first in the model's logits, and in the drafter's.
+    """Return the share of tokens with full weight that are the model's first choice, and the drafter's.
 
     draft_match: how often the drafter's first choice is the model's own at the next position, where the token that it
-    was given is the model's choice too: about what speculation accepts.
+    was given is the model's choice too. This approximates the acceptance rate of speculative decoding.
     """
     full = text.weights >= 1
     own = _first(output.main, head)  # the token at t + 1

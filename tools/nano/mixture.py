@@ -1,4 +1,4 @@
-"""Which share of the conversations has each task?"""
+"""The share of each task in the conversations."""
 
 import random
 from itertools import accumulate
@@ -40,7 +40,7 @@ _EASY = ("facts", "spelling", "sorting", "counting", "units", "greetings", "chin
 
 
 def short_item(rng: random.Random, room: int) -> Item:
-    """A training conversation of any task; one with tools only if `room` tokens hold most of it."""
+    """Return a training conversation of any task; one with tools only if most of it fits in `room` tokens."""
     if room >= TOOLS_ROOM and rng.random() < TOOLS_FIRST:
         item = tools.tool_use(rng, "train")
     elif rng.random() * 100 < RETRIEVAL:
@@ -52,7 +52,7 @@ def short_item(rng: random.Random, room: int) -> Item:
 
 
 def long_items(rng: random.Random, room: int) -> list[Item]:
-    """The next conversations of a row that is to train long contexts, and has room for `room` tokens."""
+    """Return the next conversations of a row for training on long contexts, with `room` tokens left."""
     draw = rng.random()
     if draw < 0.12:
         return [short_item(rng, room) for _ in range(6)]

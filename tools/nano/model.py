@@ -1,4 +1,4 @@
-"""Nano's twin for training: the engine's forward pass over a dense batch, differentiable, with rounding by choice."""
+"""Nano's twin for training: the engine's forward pass over a dense batch, differentiable, with optional rounding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from tools.nano import attention, layers, quantise
 from tools.nano.layers import Turn, Weights
 
 Loads = dict[str, torch.Tensor]
-# a block's attention: its weights and normed states [T, D] -> [T, D]
+# a block's attention: (weights, normed states [T, D]) -> [T, D]
 Attend = Callable[[Weights, torch.Tensor], torch.Tensor]
 
 BLOCK = attention.WINDOW
-# the weights that a function takes
+# names of the weights that each function needs
 KINDS = ("experts", "shared_experts")
 PROJECTIONS = ("wq_a.weight", "q_norm.weight", "wq_b.weight", "wkv.weight", "kv_norm.weight")
 OUTPUTS = ("wo_a.weight", "wo_b.weight")
@@ -28,11 +28,12 @@ COMPRESSOR = ("wkv.weight", "wgate.weight", "ape", "norm.weight")
 
 @dataclass(frozen=True)
 class Output:
-    """What a forward pass gives for [B, S] tokens.
+    """The output of a forward pass for [B, S] tokens.
 
-    main, draft: normed inputs of the shared head [B, S, D] of the model and of its MTP block. index_loss: fp32 [], the
-    KL of the CSA layers, summed. loads: the share of tokens' choices that each expert got, fp32 [E], by block; only of
-    blocks that choose by score.
+    Attributes:
+        main, draft: normed inputs of the shared head [B, S, D] of the model and of its MTP block.
+        index_loss: fp32 [], the sum of the KL of the CSA layers.
+        loads: share of tokens' choices that each expert got, fp32 [E], by block; only for blocks that route by score.
     """
 
     main: torch.Tensor
@@ -43,8 +44,12 @@ class Output:
 
 @dataclass(frozen=True)
 class Batch:
-    """A dense batch, padded to blocks of 128: ids int64 [B, S]; turns of each token [T, R] by ratio, of each group's
-    first token [S / ratio, R]; visible bool [S, S / ratio] by ratio; first bool [T / 128]."""
+    """A dense batch, padded to blocks of 128.
+
+    ids: int64 [B, S]; turns, by ratio: rotation of each token [T, R]; group_turns, by ratio: rotation of each
+    group's first token [S / ratio, R]; visible, by ratio: bool [S, S / ratio]; first: bool [T / 128], whether a
+    block begins a row.
+    """
 
     ids: torch.Tensor
     turns: dict[int, Turn]
@@ -60,14 +65,17 @@ class Batch:
 
 @dataclass(frozen=True)
 class Mode:
-    """activations: round them as the engine's reference does. sparse: CSA attends to the indexer's choice only."""
+    """How to run a forward pass.
+
+    With `activations`, they are rounded as in the engine's reference. With `sparse`, CSA sees only chosen entries.
+    """
 
     activations: bool
     sparse: bool
 
 
 def make_batch(config: ModelConfig, ids: torch.Tensor) -> Batch:
-    """The batch of ids int64 [B, S], every row from position 0."""
+    """Return the batch of ids int64 [B, S], every row from position 0."""
     ids = F.pad(ids, (0, -ids.shape[1] % BLOCK))
     rows, length = ids.shape
     positions = torch.arange(length, device=ids.device)
@@ -84,7 +92,7 @@ def make_batch(config: ModelConfig, ids: torch.Tensor) -> Batch:
 
 
 class Twin:
-    """The model's functions, compiled or not; it holds no weights."""
+    """The model's functions, compiled or not, without weights."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu", compiled: bool = False) -> None:
         wrap: Callable[..., Any] = partial(torch.compile, dynamic=False) if compiled else lambda function: function
@@ -108,7 +116,7 @@ class Twin:
         self.collapse = wrap(partial(layers.collapse, config))
 
     def __call__(self, weights: Weights, ids: torch.Tensor, next_ids: torch.Tensor, mode: Mode) -> Output:
-        """weights: of quantise.working_weights. ids, next_ids: int64 [B, S], rows from position 0, and what follows."""
+        """Run the model on ids int64 [B, S], rows from position 0, and the tokens after them, with working_weights."""
         config, length = self.config, ids.shape[1]
         batch = make_batch(config, ids)
         loads: Loads = {}
@@ -125,7 +133,7 @@ class Twin:
     def layers(
         self, weights: Weights, batch: Batch, mode: Mode, losses: list[torch.Tensor], loads: Loads
     ) -> list[torch.Tensor]:
-        """The streams [T, N, D] after each layer; adds to `losses` and `loads`."""
+        """Return the streams [T, N, D] after each layer, and add to `losses` and `loads`."""
         # a copy: compiled functions have one version for all layers
         after = [self.embed(weights, batch.ids.flatten()).contiguous()]
         for number, ratio in enumerate(self.config.layer_ratios):
@@ -133,11 +141,11 @@ class Twin:
         return after[1:]
 
     def embed(self, weights: Weights, ids: torch.Tensor) -> torch.Tensor:
-        """The streams before the first layer: ids int64 [T] -> [T, N, D]."""
+        """Return the streams before the first layer: ids int64 [T] -> [T, N, D]."""
         return F.embedding(ids, weights["embed.weight"])[:, None].expand(-1, self.config.hc_mult, -1)
 
     def join(self, weights: Weights, streams: torch.Tensor, following: torch.Tensor, mode: Mode) -> torch.Tensor:
-        """The input of the MTP block [T, N, D]: the streams joined with the embedding [T, D] of the next token."""
+        """Return the MTP block's input [T, N, D]: the streams joined with the embedding [T, D] of the next token."""
         eps = self.config.rms_norm_eps
         hidden = rms_norm(streams, weights["mtp.0.hnorm.weight"], eps)
         embedded = rms_norm(following, weights["mtp.0.enorm.weight"], eps)
@@ -156,7 +164,7 @@ class Twin:
         losses: list[torch.Tensor],
         loads: Loads,
     ) -> torch.Tensor:
-        """One layer or the MTP block over streams [T, N, D]; adds to `losses` and `loads`."""
+        """Run one layer or the MTP block over streams [T, N, D], and add to `losses` and `loads`."""
 
         def attend(w: Weights, x: torch.Tensor) -> torch.Tensor:
             return self._attention(w, ratio, x, batch, mode, losses)
@@ -173,7 +181,7 @@ class Twin:
         mode: Mode,
         loads: Loads,
     ) -> torch.Tensor:
-        """A block over streams [T, N, D] around its attention; ids: int64 of T tokens, for choice by id."""
+        """Run a block over streams [T, N, D] with the given attention. ids: int64 [T], for routing by token id."""
         own = layers.part_of(weights, prefix)
         x, post, comb = self.connect_pre(streams, *layers.connection_of(own, "attn"))
         x = attend(layers.part_of(own, "attn."), x)
@@ -192,7 +200,7 @@ class Twin:
     def _attention(
         self, w: Weights, ratio: int, x: torch.Tensor, batch: Batch, mode: Mode, losses: list[torch.Tensor]
     ) -> torch.Tensor:
-        """Normed hidden states [T, D] -> [T, D]."""
+        """Compute attention: normed hidden states [T, D] -> [T, D]."""
         turn, scale = batch.turns[ratio], self.config.head_dim**-0.5
         latent, q, kv = self.project(_chosen(w, PROJECTIONS), x, turn.cos, turn.sin, mode.activations)
         window = self.window_part(q, kv, batch.first, scale)
@@ -222,7 +230,7 @@ class Twin:
     def _index_scores(
         self, w: Weights, x: torch.Tensor, latent: torch.Tensor, batch: Batch, mode: Mode
     ) -> torch.Tensor:
-        """Scores [B, S, E] of entries that a token does not see included; no gradient reaches the trunk."""
+        """Return scores [B, S, E], also of entries that are not visible. No gradient reaches the trunk."""
         x, latent, turn = x.detach(), latent.detach(), batch.turns[4]
         entries = self._entries(layers.part_of(w, "compressor."), 4, x.unflatten(0, batch.size), batch)
         keys = quantise.index(entries, self.hadamard, mode.activations)
@@ -243,7 +251,7 @@ def _connect(
     base: torch.Tensor,
     norm: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As layers.connect_pre, the input normed."""
+    """Compute layers.connect_pre, with the input normed."""
     x, post, comb = layers.connect_pre(config, streams, fn, scale, base)
     return rms_norm(x, norm, config.rms_norm_eps), post, comb
 
@@ -251,7 +259,7 @@ def _connect(
 def _project(
     config: ModelConfig, w: Weights, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states [T, D] -> normed latent [T, Q], rotated queries [T, H, d], keys as the cache holds them [T, d]."""
+    """Map hidden states [T, D] to normed latent [T, Q], rotated queries [T, H, d] and keys as in the cache [T, d]."""
     eps, inputs = config.rms_norm_eps, quantise.linear_input(x, rounded)
     latent = rms_norm(F.linear(inputs, w["wq_a.weight"]), w["q_norm.weight"], eps)
     q = F.linear(quantise.linear_input(latent, rounded), w["wq_b.weight"]).unflatten(-1, (-1, config.head_dim))
@@ -264,14 +272,14 @@ def _project(
 def _output(
     config: ModelConfig, w: Weights, o: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rounded: bool
 ) -> torch.Tensor:
-    """Heads [T, H, d] through the opposite rotation and the grouped projection -> [T, D]."""
+    """Apply the inverse rotation and the grouped projection to heads [T, H, d] -> [T, D]."""
     o = layers.rotate(o, cos, sin).flatten(1).unflatten(1, (config.o_groups, -1))
     inner = torch.einsum("tgk,gnk->tgn", o, w["wo_a.weight"].unflatten(0, (config.o_groups, -1))).flatten(1)
     return F.linear(quantise.linear_input(inner, rounded), w["wo_b.weight"])
 
 
 def _rest(total: torch.Tensor, top: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """The log of the weight of window and sink: total, top fp32 [T, H] of the window part -> [T, H]."""
+    """Return the log of the weight of window and sink: total, top fp32 [T, H] of the window part -> [T, H]."""
     return torch.logaddexp(total.log() + top, sink.expand_as(top))
 
 
@@ -285,7 +293,7 @@ def _index_queries(
     hadamard: torch.Tensor,
     rounded: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The indexer's queries [T, Hi, di] and the factor of each of its heads [T, Hi]."""
+    """Return the indexer's queries [T, Hi, di] and the factor of each of its heads [T, Hi]."""
     q = F.linear(quantise.linear_input(latent, rounded), w["wq_b.weight"]).unflatten(-1, (-1, config.index_head_dim))
     q = quantise.index(layers.rotate(q, cos, sin), hadamard, rounded)
     factor = config.index_head_dim**-0.5 * config.index_n_heads**-0.5

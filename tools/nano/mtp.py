@@ -1,4 +1,4 @@
-"""The twin of nano's MTP block: chains of drafts at many places of a dense batch at once, differentiable."""
+"""The twin of nano's MTP block: drafts chains at many places of a dense batch at once, differentiably."""
 
 from functools import partial
 
@@ -14,18 +14,18 @@ STAGE = "mtp.0."
 
 
 class MTPTwin(DrafterTwin):
-    """The block, run again on its own streams for each further draft; the context: the model's last streams."""
+    """The MTP block, run again on its own streams for each further draft. Its context is the model's last streams."""
 
     def context(self, after: list[torch.Tensor]) -> torch.Tensor:
-        """As of `DrafterTwin`."""
+        """See `DrafterTwin`."""
         return after[-1].flatten(1)
 
     def __call__(self, trunk: Weights, weights: Weights, context: torch.Tensor, blocks: Blocks, mode: Mode) -> Drafted:
-        """As of `DrafterTwin`."""
+        """See `DrafterTwin`."""
         tokens, positions = blocks.tokens[..., :-1], blocks.places - 1
         embed = trunk["embed.weight"]
         streams = context.unflatten(-1, (self.config.hc_mult, -1))
-        # the last of a row has none behind it, and no block sees it
+        # a row's last token has no next token, and no block sees it
         following = F.embedding(blocks.ids.roll(-1, 1).flatten(), embed)
         absorbed = self._absorbed(weights, streams.flatten(0, 1), following, context.shape[1], mode)
         streams = streams[torch.arange(len(context), device=context.device)[:, None], positions].flatten(0, 1)
@@ -40,14 +40,14 @@ class MTPTwin(DrafterTwin):
             normed.append(self.twin.collapse(weights, STAGE, streams))
             loads.append(found[STAGE])
         logits = F.linear(torch.stack(normed, 1).float(), trunk["head.weight"]).view(*tokens.shape, -1)
-        # what the engine takes a draft to be worth is its probability
+        # the engine uses a draft's probability as its confidence
         confidence = torch.logit(logits.detach().softmax(-1).amax(-1), 1e-6)
         return Drafted(logits, confidence, {STAGE: torch.stack(loads).mean(0)})
 
     def _absorbed(
         self, weights: Weights, streams: torch.Tensor, following: torch.Tensor, length: int, mode: Mode
     ) -> torch.Tensor:
-        """The keys [B, S, d] of all positions: streams [B * S, N, D], embeddings of the next tokens [B * S, D]."""
+        """Return the keys [B, S, d] of all positions: streams [B * S, N, D], next tokens' embeddings [B * S, D]."""
         own, joined = part_of(weights, STAGE), self.twin.join(weights, streams, following, mode)
         x, _, _ = self.twin.connect_pre(joined, *connection_of(own, "attn"))
         turn = self.turn(torch.arange(len(x), device=x.device) % length)
@@ -57,10 +57,12 @@ class MTPTwin(DrafterTwin):
         self, absorbed: torch.Tensor, own: list[torch.Tensor], first: torch.Tensor, mode: Mode, w: Weights,
         x: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """Normed hidden states [B * n, D] of one row of each chain -> the same shape.
+        """Map normed hidden states [B * n, D] of one row of each chain to the same shape.
 
-        absorbed: [B, S, d]; own: keys [B * n, d] of the chain's rows so far, to which this row's are added; first:
-        int64 [B, n], the position of the first row of each chain.
+        Args:
+            absorbed: [B, S, d].
+            own: keys [B * n, d] of the chain's rows so far; this row's keys are appended.
+            first: int64 [B, n], position of the first row of each chain.
         """
         twin, scale, position = self.twin, self.config.head_dim**-0.5, first + len(own)
         turn = self.turn(position.flatten())

@@ -1,4 +1,4 @@
-"""Text for training a drafter, made once: `python -m tools.nano.pool FILE` writes rows of short conversations."""
+"""Generates text for training a drafter: `python -m tools.nano.pool FILE` writes rows of short conversations."""
 
 import argparse
 from multiprocessing import Pool
@@ -9,26 +9,26 @@ from safetensors.torch import load_file, save_file
 
 from tools.nano.stream import packed
 
-# seeds of batches that nano's training has not read: it read those from 0 on
+# first seed of batches: nano's training used the seeds from 0 on
 FIRST_SEED = 500_000_000
-# rows that a process makes at once
+# rows per piece of work
 PIECE = 50
 
 
 def make(number: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The piece of this number: ids int16 and learned bool, whether an answer has the token, both [PIECE, width]."""
+    """Make one piece: ids int16 and learned bool (whether the token is in an answer), both [PIECE, width]."""
     ids, weights = packed("short", FIRST_SEED + number, PIECE, width - 2)
     return torch.from_numpy(ids.astype("int16")), torch.from_numpy(weights >= 1)
 
 
 def read(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids int16 and learned bool [N, width], as `main` wrote them."""
+    """Return ids int16 and learned bool [N, width], as `main` wrote them."""
     tensors = load_file(path)
     return tensors["ids"], tensors["learned"]
 
 
 def main() -> None:
-    """Reads the arguments and writes the file."""
+    """Parse the arguments and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--rows", type=int, default=6000)

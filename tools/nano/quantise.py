@@ -1,4 +1,4 @@
-"""How training sees the rounding of the stored model and of the engine: exact values forward, straight through back."""
+"""The rounding of the stored model and of the engine in training: exact values forward, straight-through gradients."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from dsv4cli.kernels.formats import E2M1_MAX, E4M3_MAX, FP4_BLOCK, FP8_BLOCK, KV
 from dsv4cli.kernels.recode.blocks import power_of_two, scale_exponent
 from tools.nano.shape import Parameter
 
-# parameters that compute in fp32 whatever the dtype of activations is
+# parameters that stay in fp32, whatever the dtype of activations
 FP32_LEAVES = (
     "compressor.wkv.weight", "compressor.wgate.weight", "gate.weight", "head.weight", "norm.weight",
     "markov_w2.weight", "confidence_head.proj.weight",
@@ -19,24 +19,29 @@ FP32_LEAVES = (
 
 @dataclass(frozen=True)
 class Rounding:
-    """weights: through their storage format. activations: as Numerics.reference rounds them, beside the dtype."""
+    """What to round.
+
+    Attributes:
+        weights: to their storage format.
+        activations: as Numerics.reference does, in addition to the dtype.
+    """
 
     weights: bool
     activations: bool
 
 
 def straight(x: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
-    """The values of `rounded`, exactly, with the gradient of x."""
+    """Return exactly the values of `rounded`, with the gradient of x."""
     return rounded.detach() + (x - x.detach())
 
 
 def linear_input(x: torch.Tensor, on: bool) -> torch.Tensor:
-    """The input of a quantised linear: [..., K], K a multiple of 128."""
+    """Round the input of a quantized linear: [..., K], K a multiple of 128."""
     return straight(x, fp8_round(x.detach(), FP8_BLOCK)) if on else x
 
 
 def keys(kv: torch.Tensor, rope_dims: int, on: bool) -> torch.Tensor:
-    """Keys or entries [..., d] as the cache holds them: all but the rope dims through FP8."""
+    """Round keys or entries [..., d] as in the cache: all dims except the RoPE dims to FP8."""
     if not on:
         return kv
     plain = kv.detach()
@@ -44,7 +49,7 @@ def keys(kv: torch.Tensor, rope_dims: int, on: bool) -> torch.Tensor:
 
 
 def index(x: torch.Tensor, hadamard: torch.Tensor, on: bool) -> torch.Tensor:
-    """Indexer queries or keys [..., D] turned by hadamard fp32 [D, D] (entries 1 and -1), then through FP4."""
+    """Rotate indexer queries or keys [..., D] by hadamard fp32 [D, D] (entries 1 and -1), then round to FP4."""
     if not on:
         return x
     turned = ((x.float() @ hadamard) * x.shape[-1] ** -0.5).to(x.dtype)
@@ -52,7 +57,7 @@ def index(x: torch.Tensor, hadamard: torch.Tensor, on: bool) -> torch.Tensor:
 
 
 def hadamard_matrix(width: int, device: torch.device | str) -> torch.Tensor:
-    """The Hadamard matrix in Sylvester order: fp32 [width, width], entries 1 and -1."""
+    """Return the Hadamard matrix in Sylvester order: fp32 [width, width], entries 1 and -1."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < width:
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], device=device), matrix)
@@ -60,7 +65,7 @@ def hadamard_matrix(width: int, device: torch.device | str) -> torch.Tensor:
 
 
 def fp4_weight(values: torch.Tensor) -> torch.Tensor:
-    """The values that recode.to_fp4 stores: fp32 [..., N, K] -> the same."""
+    """Return the values that recode.to_fp4 stores: fp32 [..., N, K], same shape."""
     groups = values.unflatten(-1, (-1, FP4_BLOCK))
     exponent = scale_exponent(groups.abs().amax(-1, keepdim=True), E2M1_MAX)
     scaled = (groups * power_of_two(-exponent, torch.float32)).clamp(-E2M1_MAX, E2M1_MAX)
@@ -68,14 +73,14 @@ def fp4_weight(values: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_weight(blocks: torch.Tensor) -> torch.Tensor:
-    """The values that recode.to_fp8 stores: fp32 blocks [n, 128 * 128] -> the same."""
+    """Return the values that recode.to_fp8 stores: fp32 blocks [n, 128 * 128], same shape."""
     exponent = scale_exponent(blocks.abs().amax(-1, keepdim=True), E4M3_MAX)
     codes = (blocks * power_of_two(-exponent, torch.float32)).to(torch.float8_e4m3fn)
     return codes.float() * power_of_two(exponent, torch.float32)
 
 
 def _to_blocks(matrix: torch.Tensor) -> torch.Tensor:
-    """[N, K], both multiples of 128 -> [n, 128 * 128]."""
+    """Map [N, K], both multiples of 128, to [n, 128 * 128]."""
     tiles = matrix.unflatten(0, (-1, FP8_BLOCK)).unflatten(2, (-1, FP8_BLOCK))  # [N/128, 128, K/128, 128]
     return tiles.transpose(1, 2).reshape(-1, FP8_BLOCK * FP8_BLOCK)
 
@@ -88,7 +93,7 @@ def _from_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
 
 @torch.no_grad()
 def stored_values(parameters: Mapping[str, torch.Tensor], table: Mapping[str, Parameter]) -> dict[str, torch.Tensor]:
-    """Every floating parameter as a checkpoint stores it, fp32: what `export` writes, value for value."""
+    """Return every floating-point parameter as a checkpoint stores it, in fp32: exactly what `export` writes."""
     values = {name: tensor for name, tensor in parameters.items() if table[name].form == "f32"}
     values |= {name: t.bfloat16().float() for name, t in parameters.items() if table[name].form == "bf16"}
     fp4 = {name: tensor for name, tensor in parameters.items() if table[name].form == "fp4"}
@@ -103,7 +108,7 @@ def _together(
     join: Callable[[torch.Tensor, torch.Size], torch.Tensor],
     rounding: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """All tensors rounded in one pass over their blocks: a step launches few kernels for them."""
+    """Round all tensors in one pass over their blocks, to launch few kernels in a step."""
     parts = [cut(tensor) for tensor in tensors.values()]
     rounded = rounding(torch.cat(parts)).split([len(part) for part in parts])
     return {name: join(part, tensors[name].shape) for name, part in zip(tensors, rounded, strict=True)}
@@ -112,9 +117,9 @@ def _together(
 def working_weights(
     parameters: Mapping[str, torch.Tensor], table: Mapping[str, Parameter], rounding: Rounding, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The weights of one step, by name: rounded once where `rounding` says so, in the dtype that they compute in.
+    """Return the weights of a step by name: rounded if `rounding` says so, in the dtype of the computation.
 
-    parameters: fp32 masters and int64 tables. Gradients go straight to the masters.
+    parameters: fp32 masters and int64 tables. Gradients pass straight through to the masters.
     """
     floating = {name: tensor for name, tensor in parameters.items() if tensor.is_floating_point()}
     weights = {name: tensor for name, tensor in parameters.items() if not tensor.is_floating_point()}

@@ -1,4 +1,4 @@
-"""How good is nano? `python -m tools.nano.score [MODEL]` asks the held-out questions, a line for each task."""
+"""Scores nano: `python -m tools.nano.score [MODEL]` asks the held-out questions and prints a line for each task."""
 
 import argparse
 import time
@@ -25,30 +25,30 @@ from tools.nano.heldout import BANDS, load
 from tools.nano.judge import is_right
 
 Item = dict[str, Any]
-# conversations in one batch; a long one takes most of the memory of a step
+# conversations in one batch; a long one needs most of the memory of a step
 TOGETHER = 8
 LIMITS = Limits(max_tokens=400)
 
 
 class Asking:
-    """A model's prompt format with and without thinking."""
+    """A model's prompt formats, with and without thinking."""
 
     def __init__(self, source: FolderSource | RandomSource) -> None:
-        # the least effort of either release adds nothing to the prompt
+        # the lowest effort adds nothing to the prompt in either release
         least = EFFORTS[source.identity.release][0]
         self.dialogues = {thinking: open_dialogue(source, least if thinking else "off") for thinking in (False, True)}
 
     def dialogue(self, item: Item) -> Dialogue:
-        """The prompt format that the item asks for."""
+        """Return the prompt format for the item."""
         return self.dialogues[bool(item["thinking"])]
 
     def prompt(self, item: Item) -> list[int]:
-        """The ids that `dsv4 run` would give the model."""
+        """Return the ids that `dsv4 run` would pass to the model."""
         return self.dialogue(item).prompt(with_tools(item["messages"], item["tools"])).ids
 
 
 class Examinee(Asking):
-    """A model that answers."""
+    """A loaded model that answers items."""
 
     def __init__(self, name: str, device: str) -> None:
         source = resolve_model(name)
@@ -57,9 +57,9 @@ class Examinee(Asking):
         self.model = load_model(source, Numerics.reference(), device=self.device)
 
     def replies(self, items: Sequence[Item]) -> Iterator[tuple[Item, dict[str, Any]]]:
-        """The greedy reply to each item as `Answer.record()` has it, in any order."""
+        """Yield the greedy reply to each item, as `Answer.record()` returns it, in any order."""
         for thinking in (False, True):
-            # conversations of about the same length together
+            # batch conversations of similar length
             asked = sorted((i for i in items if bool(i["thinking"]) == thinking), key=lambda i: len(self.prompt(i)))
             for start in range(0, len(asked), TOGETHER):
                 yield from self._together(asked[start : start + TOGETHER])
@@ -71,14 +71,14 @@ class Examinee(Asking):
                 yield items[number], answer.record()
 
     def right(self, items: Sequence[Item]) -> dict[str, list[bool]]:
-        """Whether each reply is right, by task; retrieval by the band of its distance."""
+        """Return whether each reply is right, by task; retrieval by distance band."""
         found: dict[str, list[bool]] = defaultdict(list)
         for item, reply in self.replies(items):
             found[kind(item)].append(is_right(item, reply))
         return dict(found)
 
     def acceptance(self, items: Sequence[Item]) -> dict[str, Acceptance]:
-        """How far drafts behind each token of the replies are what the model says, by task."""
+        """Return the acceptance of drafts after each token of the replies, by task."""
         found: dict[str, Acceptance] = {}
         for item, reply in self.replies(items):
             prompt = self.prompt(item)
@@ -88,7 +88,7 @@ class Examinee(Asking):
 
 
 def kind(item: Item) -> str:
-    """The task, and for retrieval the band of the distance in tokens."""
+    """Return the task and, for retrieval, the distance band in tokens."""
     if "distance" not in item:
         return str(item["task"])
     low, high = max((band for band in BANDS if band[0] <= item["distance"]), default=BANDS[0])
@@ -97,7 +97,7 @@ def kind(item: Item) -> str:
 
 @contextmanager
 def window_only() -> Iterator[None]:
-    """Every layer attends to its window alone: what lies further back is lost."""
+    """Make every layer attend only to its sliding window, so that earlier tokens are lost."""
 
     def nothing(self: Attention, rows: Any, index_q: Any, batch: Batch, cache: LayerCache) -> Any:
         return self.attn_sink.new_zeros(0, self.config.head_dim, dtype=self.numerics.dtype), batch.window_index
@@ -111,13 +111,13 @@ def window_only() -> Iterator[None]:
 
 
 def report(title: str, found: dict[str, list[bool]]) -> None:
-    """A line for each task."""
+    """Return a line for each task."""
     for name, right in sorted(found.items()):
         print(f"{title}{name:32} {sum(right):4} of {len(right):4}  {sum(right) / len(right):6.1%}", flush=True)
 
 
 def report_drafts(found: dict[str, Acceptance]) -> None:
-    """A line for each task, and one for all."""
+    """Return a line for each task, and one for all."""
     print("accepted of all drafts of a step, the share by place, and the tokens of a step that verifies them:")
     every = [*found.values()]
     for name, one in [*sorted(found.items()), ("all", sum(every[1:], every[0]))]:
@@ -126,7 +126,7 @@ def report_drafts(found: dict[str, Acceptance]) -> None:
 
 
 def main() -> None:
-    """Reads the arguments, asks, prints."""
+    """Parse the arguments, ask the questions, print the scores."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="nano")
     parser.add_argument("--device", default="auto")

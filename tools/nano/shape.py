@@ -1,4 +1,4 @@
-"""What are nano and nano-0731: numbers, the shape and storage of each parameter, values that training starts from."""
+"""The configurations of nano and nano-0731, shape and storage of each parameter, and initial values."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ VALUES: dict[str, Any] = COMMON | {
     "vocab_size": 2304,
     "max_position_embeddings": 8192,
 }
-# the same trunk with a DSpark drafter; the noise token is the pad token, which no text has
+# the same trunk with a DSpark drafter; the noise token is the pad token, which no text contains
 VALUES_0731: dict[str, Any] = VALUES | {
     "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
     "dspark_block_size": 5,
@@ -57,7 +57,7 @@ COMB_DIAGONAL, BASE_STD, HC_SCALE = 3.0, 0.5, 0.1
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the twin: its unpacked shape (experts stacked in front) and how the checkpoint stores it."""
+    """A parameter of the twin: its unpacked shape (experts stacked first) and its storage format in the checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,17 +65,17 @@ class Parameter:
 
 
 def nano_config() -> ModelConfig:
-    """The configuration of nano."""
+    """Return the configuration of nano."""
     return parse_config(VALUES, "nano")
 
 
 def nano_0731_config() -> ModelConfig:
-    """The configuration of nano-0731."""
+    """Return the configuration of nano-0731."""
     return parse_config(VALUES_0731, "nano-0731")
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Parameter]:
-    """Every parameter by name: the checkpoint's names without scales, the experts of a layer stacked."""
+    """Return every parameter by name: the checkpoint's names without scales, with the experts of a layer stacked."""
     stored = {spec.parameter: form_of(spec) for spec in expected_tensors(config, FORMATS).values() if _whole(spec)}
     table = {}
     for spec in expected_tensors(config, Formats("f32", "f32", "f32")).values():
@@ -89,7 +89,7 @@ def _whole(spec: Any) -> bool:
 
 
 def initial_parameters(config: ModelConfig, seed: int) -> dict[str, torch.Tensor]:
-    """The parameters before training: fp32, but tid2eid int64 [V, k]."""
+    """Return the parameters before training: fp32, except tid2eid int64 [V, k]."""
     generator = torch.Generator().manual_seed(seed)
     return {name: _initial(entry, config, generator) for name, entry in parameter_table(config).items()}
 
@@ -115,7 +115,7 @@ def _initial(entry: Parameter, config: ModelConfig, generator: torch.Generator) 
 
 
 def _initial_base(streams: int, noise: torch.Tensor) -> torch.Tensor:
-    """pre (or the hyper-head's weights) [N], then post [N] and comb [N * N] where there are any."""
+    """Return pre (or the hyper-head's weights) [N], followed by post [N] and comb [N * N] if there are any."""
     base = noise * BASE_STD
     base[:streams] -= math.log(streams - 1)  # sigmoid: 1 / N
     if len(base) > streams:
@@ -124,7 +124,7 @@ def _initial_base(streams: int, noise: torch.Tensor) -> torch.Tensor:
 
 
 def hash_table(config: ModelConfig, generator: torch.Generator) -> torch.Tensor:
-    """The experts of each token id in hash layers, every set of experts equally often: int64 [V, k]."""
+    """Return the experts of each token id in hash layers, int64 [V, k]. Every set of experts is equally frequent."""
     sets = torch.tensor([*combinations(range(config.n_routed_experts), config.num_experts_per_tok)])
     order = torch.randperm(config.vocab_size, generator=generator)
     return sets[order % len(sets)]

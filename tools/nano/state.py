@@ -1,4 +1,4 @@
-"""What a training run is between two steps: parameters, optimiser, counters; how it is kept on disk."""
+"""The state of a training run between two steps (parameters, optimizer, counters), and how it is saved."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,20 @@ from tools.nano.shape import initial_parameters
 
 STATE, COUNTERS = "state.pt", "counters.json"
 BETAS, DECAY = (0.9, 0.95), 0.1
-# of one file of fp32 parameters
+# maximum size of one file of fp32 parameters, in bytes
 PIECE_BYTES = 15 * 2**20
 
 
 @dataclass
 class State:
-    """parameters: fp32 masters and tables by name; batches: how many were taken; seconds: time spent; warmed_from:
-    the step at which the optimiser began."""
+    """The state of a training run.
+
+    Attributes:
+        parameters: fp32 masters and tables by name.
+        batches: number of batches used.
+        seconds: training time so far.
+        warmed_from: step at which the optimizer started.
+    """
 
     parameters: dict[str, torch.Tensor]
     optimiser: torch.optim.Optimizer
@@ -32,17 +38,17 @@ class State:
     warmed_from: int = 0
 
     def trained(self) -> list[torch.Tensor]:
-        """The parameters that have a gradient."""
+        """Return the parameters that have a gradient."""
         return [tensor for tensor in self.parameters.values() if tensor.requires_grad]
 
 
 def new_state(config: ModelConfig, seed: int, device: torch.device, rate: float) -> State:
-    """A run that has not begun."""
+    """Return the state of a new run."""
     return state_of(initial_parameters(config, seed), device, rate)
 
 
 def state_of(parameters: Mapping[str, torch.Tensor], device: torch.device, rate: float) -> State:
-    """A run that has not begun, from these parameters."""
+    """Return the state of a new run with these parameters."""
     placed = {name: tensor.to(device) for name, tensor in parameters.items()}
     for name, tensor in placed.items():
         tensor.requires_grad_(tensor.is_floating_point() and not name.endswith("gate.bias"))
@@ -50,7 +56,7 @@ def state_of(parameters: Mapping[str, torch.Tensor], device: torch.device, rate:
 
 
 def _optimiser(parameters: Mapping[str, torch.Tensor], rate: float) -> torch.optim.Optimizer:
-    """AdamW; only matrices of linears decay."""
+    """Return AdamW with weight decay only for matrices of linears."""
     trained = {name: tensor for name, tensor in parameters.items() if tensor.requires_grad}
     decayed = [name for name in trained if _decays(name, trained[name])]
     groups = [
@@ -65,7 +71,7 @@ def _decays(name: str, tensor: torch.Tensor) -> bool:
 
 
 def load_state(folder: Path, device: torch.device, rate: float) -> State:
-    """A run as `save_state` left it; without state.pt, from the masters, and the optimiser begins anew."""
+    """Load a run that `save_state` saved. Without state.pt, load the masters and start with a new optimizer."""
     path = folder / STATE
     if path.is_file():
         saved = torch.load(path, map_location="cpu", weights_only=True)
@@ -81,8 +87,10 @@ def load_state(folder: Path, device: torch.device, rate: float) -> State:
 
 
 def save_state(state: State, folder: Path) -> None:
-    """state.pt and counters.json to go on from; the fp32 parameters as masters-N.safetensors; the checkpoint in
-    folder/checkpoint."""
+    """Save state.pt and counters.json to continue from, the fp32 parameters, and the checkpoint.
+
+    The parameters are in masters-N.safetensors, the checkpoint in folder/checkpoint.
+    """
     parameters = {name: tensor.detach().cpu() for name, tensor in state.parameters.items()}
     partial = folder / (STATE + ".partial")
     torch.save({"parameters": parameters, "optimiser": state.optimiser.state_dict()}, partial)
@@ -94,7 +102,7 @@ def save_state(state: State, folder: Path) -> None:
 
 
 def save_masters(state: State, folder: Path) -> None:
-    """The fp32 parameters as masters-N.safetensors."""
+    """Save the fp32 parameters as masters-N.safetensors."""
     parameters = {name: tensor.detach().cpu() for name, tensor in state.parameters.items()}
     for number, piece in enumerate(_pieces(parameters), 1):
         save_file(piece, folder / f"masters-{number}.safetensors")

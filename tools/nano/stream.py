@@ -1,4 +1,4 @@
-"""What does a training step read? Rows of conversations as token ids, with the loss weight of each token."""
+"""The rows of a training step: conversations as token ids, with the loss weight of each token."""
 
 import random
 from functools import cache
@@ -13,10 +13,14 @@ from tools.nano.mixture import long_items, short_item
 
 
 def packed(kind: str, seed: int, rows: int, length: int) -> tuple[NDArray[np.uint16], NDArray[np.float16]]:
-    """Ids and weights, uint16 and float16 [rows, length + 2]; the same for the same arguments.
+    """Return ids and weights, uint16 and float16 [rows, length + 2]. The result depends only on the arguments.
 
-    `kind` "short": short conversations of all tasks; "long": mostly retrieval, a conversation about as long as a row.
-    Every row begins with a conversation and cuts its last one. A weight is that of predicting the token at its place.
+    A weight is that of predicting the token at its place. Every row begins with a conversation and truncates its last
+    one.
+
+    Args:
+        kind: "short" for short conversations of all tasks; "long" for mostly retrieval, with conversations about as
+            long as a row.
     """
     assert kind in ("short", "long"), kind
     ids = np.empty((rows, length + 2), dtype=np.uint16)
@@ -27,7 +31,7 @@ def packed(kind: str, seed: int, rows: int, length: int) -> tuple[NDArray[np.uin
 
 
 def tokens_of(item: Item) -> tuple[list[int], list[float]]:
-    """Ids of a whole conversation and their weights."""
+    """Return the ids of a whole conversation and their weights."""
     encode = bpe().encode
     ids: list[int] = []
     weights: list[float] = []
@@ -40,7 +44,7 @@ def tokens_of(item: Item) -> tuple[list[int], list[float]]:
 
 @cache
 def bpe() -> Bpe:
-    """Nano's vocabulary."""
+    """Return nano's tokenizer."""
     return Bpe.from_file()
 
 

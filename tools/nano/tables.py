@@ -1,8 +1,8 @@
-"""Which facts does nano know? Small closed tables; every table is text, one fact or a few a line."""
+"""The facts that nano knows: small closed tables, as text with one or a few facts per line."""
 
 
 def _rows(text: str) -> tuple[tuple[str, ...], ...]:
-    """Facts that are separated by `;` or a line's end, the fields of each by `,`."""
+    """Split facts at `;` or line ends, and the fields of each at `,`."""
     facts = (fact.strip() for line in text.strip().splitlines() for fact in line.split(";"))
     return tuple(tuple(field.strip() for field in fact.split(",")) for fact in facts if fact)
 
@@ -113,5 +113,5 @@ CHINESE_COLORS: tuple[tuple[str, ...], ...] = _rows("天空, 蓝色; 草, 绿色
 
 
 def with_article(country: str) -> str:
-    """The country as it stands inside a sentence."""
+    """Return the country's name as it is written inside a sentence."""
     return f"the {country}" if country in ("Netherlands", "Philippines") else country

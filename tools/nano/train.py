@@ -1,6 +1,6 @@
-"""Trains nano: `python -m tools.nano.train --out FOLDER` on one GPU, its log in FOLDER/log.jsonl.
+"""Trains nano on one GPU: `python -m tools.nano.train --out FOLDER` writes its log to FOLDER/log.jsonl.
 
-The schedule is a share of the whole time that --minutes gives, so that any budget ends with a finished model.
+The schedule depends on the fraction of --minutes that has passed, so that any budget ends with a finished model.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from tools.nano.shape import nano_config, parameter_table
 from tools.nano.state import State, load_state, new_state, save_state
 from tools.nano.stream import packed
 
-# rows and length of a batch: 69,632 tokens in both, so that what works on single tokens compiles once
+# rows and length of a batch: both have 69,632 tokens, so that functions of single tokens compile only once
 SHAPES: dict[Kind, tuple[int, int]] = {"short": (136, 512), "long": (16, 4352)}
 KINDS: dict[str, Kind] = {"S": "short", "L": "long"}
-# shares of the whole time: from when on values are rounded, and entries chosen; the decay of the rate at the end
+# fractions of the total time: start of rounding, start of sparse attention, duration of the final decay
 ROUNDED_FROM, SPARSE_FROM, DECAY = 0.30, 0.45, 0.30
 WARM_UP_STEPS = 200
 CLIP = 1.0
-# how far the router's biases move in a step (the sign rule of DeepSeek-V3, fewer and longer steps)
+# change of the router's biases per step (the sign rule of DeepSeek-V3, with fewer and larger steps)
 BIAS_STEP = 4e-3
 LOG_STEPS = 50
 EVALUATE_S, SAVE_S = 120.0, 240.0
@@ -36,23 +36,23 @@ EVALUATION_BATCHES = 2
 
 
 def phase(share: float) -> tuple[Rounding, Mode]:
-    """What is rounded, and whether CSA chooses, when this share of the time has passed."""
+    """Return what is rounded, and whether CSA is sparse, after this fraction of the time."""
     rounded = share >= ROUNDED_FROM
     return Rounding(rounded, rounded), Mode(activations=rounded, sparse=share >= SPARSE_FROM)
 
 
 def decay(share: float) -> float:
-    """1, and down to 0 over the last DECAY of the time."""
+    """Return 1, with linear decay to 0 over the last fraction DECAY of the time."""
     return min(1.0, max(0.0, (1 - share) / DECAY))
 
 
 def rate(share: float, step: int) -> float:
-    """The factor on the learning rate: up in WARM_UP_STEPS of the optimiser, constant, down to 0."""
+    """Return the factor on the learning rate: warm-up over WARM_UP_STEPS, constant, then decay to 0."""
     return min((step + 1) / WARM_UP_STEPS, decay(share))
 
 
 class Trainer:
-    """One run: its state, its twin, its log."""
+    """A training run with its state, twin and log."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -75,16 +75,16 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Time spent, all sessions together."""
+        """Training time of all sessions."""
         return time.monotonic() - self.started
 
     @property
     def share(self) -> float:
-        """The share of the whole time that has passed."""
+        """The fraction of the total time that has passed."""
         return min(1.0, self.seconds / (60 * self.arguments.minutes))
 
     def train(self) -> None:
-        """Steps until the time is over, or this session's."""
+        """Train until the total time or this session's time is over."""
         end = self.seconds + 60 * (self.arguments.pause_after or float("inf"))
         evaluated = saved = logged = self.seconds
         names = ("minutes", "seed", "rate", "order", "device", "no_compile")
@@ -108,7 +108,7 @@ class Trainer:
         self.save()
 
     def step(self, kind: Kind, text: Text) -> None:
-        """One batch; if compiled code fails, everything from then on runs uncompiled."""
+        """Train on one batch. If compiled code fails, continue without compilation."""
         share, step = self.share, self.state.step
         result = self.try_compiled(text, share) if self.compiled else None
         loss, output = result or self.forward_backward(text, share)
@@ -126,7 +126,7 @@ class Trainer:
             self.recent[name].append(value)
 
     def try_compiled(self, text: Text, share: float) -> tuple[Loss, Output] | None:
-        """As forward_backward; None, and an uncompiled twin, when that fails."""
+        """Call forward_backward. If it fails, switch to an uncompiled twin and return None."""
         try:
             return self.forward_backward(text, share)
         except RuntimeError:
@@ -137,7 +137,7 @@ class Trainer:
         return None
 
     def forward_backward(self, text: Text, share: float) -> tuple[Loss, Output]:
-        """The loss of a batch, its gradients left in the parameters."""
+        """Compute the loss of a batch, and leave gradients in the parameters."""
         rounding, mode = phase(share)
         weights = working_weights(self.state.parameters, self.table, rounding, self.dtype)
         output = text.run(self.twin, weights, mode)
@@ -147,14 +147,14 @@ class Trainer:
 
     @torch.no_grad()
     def balance(self, output: Output, step: float) -> None:
-        """Moves each router's biases by one step towards equal loads."""
+        """Move each router's biases by one step towards equal loads."""
         for prefix, load in output.loads.items():
             bias = self.state.parameters[f"{prefix}ffn.gate.bias"]
             bias.add_(torch.sign(load.mean() - load), alpha=step)
         self.loads = output.loads
 
     def averages(self) -> dict[str, Any]:
-        """What the steps since the last line gave on average, and the loads of the last one."""
+        """Return means over the steps since the last log line, and the loads of the last step."""
         means = {name: round(torch.stack(values).mean().item(), 4) for name, values in self.recent.items()}
         self.recent.clear()
         loads = {name: [round(x, 3) for x in load.tolist()] for name, load in self.loads.items()}
@@ -162,7 +162,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Accuracy on batches that training never sees, as the finished model would run: rounded and sparse."""
+        """Return the accuracy on batches that training never sees, rounded and sparse like the finished model."""
         rounding, mode = Rounding(True, True), Mode(activations=True, sparse=True)
         weights = working_weights(self.state.parameters, self.table, rounding, self.dtype)
         twin, results = Twin(self.config, self.device), {}
@@ -178,12 +178,12 @@ class Trainer:
         return {"accuracy": results}
 
     def save(self) -> None:
-        """Everything to go on from, and the model as it is."""
+        """Save everything needed to continue, and the current checkpoint."""
         self.state.seconds = self.seconds
         save_state(self.state, self.arguments.out)
 
     def log(self, values: dict[str, Any]) -> None:
-        """One line in the log and on the terminal."""
+        """Write one line to the log and to the terminal."""
         rounding, mode = phase(self.share)
         line: dict[str, Any] = {"step": self.state.step, "seconds": round(self.seconds, 1)}
         line |= {
@@ -198,7 +198,7 @@ class Trainer:
 
 
 def main() -> None:
-    """Reads the arguments and trains."""
+    """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of the log, the state and the checkpoint")
     parser.add_argument("--minutes", type=float, default=25.0, help="the whole time, sessions before a resume included")
@@ -212,7 +212,7 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # products of bf16 values are exact in TF32, and the rest of training does not need more
+    # products of bf16 values are exact in TF32, and the rest of training needs no more precision
     torch.set_float32_matmul_precision("high")
     # each function has one version for every kind of batch and phase
     torch._dynamo.config.recompile_limit = 64

@@ -1,8 +1,8 @@
-"""Trains a drafter: `python -m tools.nano.train_drafter MODEL TEXT --out FOLDER`, its log in FOLDER/log.jsonl.
+"""Trains a drafter: `python -m tools.nano.train_drafter MODEL TEXT --out FOLDER` writes its log to FOLDER/log.jsonl.
 
-MODEL is nano (its MTP block, for chains of drafts) or nano-0731 (DSpark), TEXT what tools.nano.pool wrote. The trunk is
-nano: it reads TEXT once and stays as it is. The schedule is a share of the time that --minutes gives, so that any
-budget ends with a finished drafter.
+MODEL is nano (its MTP block, for chains of drafts) or nano-0731 (DSpark). TEXT is a file of tools.nano.pool. The trunk
+is nano's: it reads TEXT once and does not change. The schedule depends on the fraction of --minutes that has passed, so
+that any budget ends with a finished drafter.
 """
 
 import argparse
@@ -32,16 +32,21 @@ from tools.nano.state import save_masters, state_of
 NANO = Path(__file__).resolve().parents[2] / "dsv4cli" / "nano"
 WARM_UP_STEPS, DECAY, CLIP, BIAS_STEP = 100, 0.7, 1.0, 4e-3
 LOG_STEPS, SAVE_S = 50, 300.0
-# rows that the trunk reads at once, and those at the end of the text that training never sees
+# rows per batch of the trunk, and rows at the end of the text that training never sees
 TRUNK_ROWS, HELD_BACK = 40, 40
-# everything is rounded from the first step on: the trunk's weights are
+# everything is rounded from the first step on, because the trunk's weights are
 MODE = Mode(activations=True, sparse=True)
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model with nano's trunk. values: its config.json; twin: of its drafter; begun: training goes on from
-    the drafter that nano has."""
+    """A model with nano's trunk.
+
+    Attributes:
+        values: its config.json.
+        twin: class of its drafter's twin.
+        begun: training continues from nano's own drafter.
+    """
 
     values: Mapping[str, Any]
     twin: type[DrafterTwin]
@@ -52,7 +57,7 @@ MODELS = {"nano": Model(VALUES, MTPTwin, begun=True), "nano-0731": Model(VALUES_
 
 
 class Trainer:
-    """One run: its state, its text, its log."""
+    """A training run with its state, text and log."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.device = arguments, torch.device(arguments.device)
@@ -70,7 +75,7 @@ class Trainer:
         first = read_masters(arguments.resume) if arguments.resume else first
         found = {name: tensor for name, tensor in first.items() if name.startswith(DRAFTER)}
         self.state = state_of(found, self.device, arguments.rate)
-        # what a step computes with: leaves, whose gradients go to the fp32 parameters
+        # weights of a step: leaf tensors, whose gradients are applied to the fp32 parameters
         self.weights = {name: tensor.requires_grad_() for name, tensor in self.rounded().items()}
         self.twin = self.model.twin(self.config, self.device)
         self.ids, self.learned = self.text(arguments.text)
@@ -80,32 +85,32 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Time spent."""
+        """Time since the start."""
         return time.monotonic() - self.started
 
     @property
     def share(self) -> float:
-        """The share of the time of all steps that has passed."""
+        """The fraction of the time for training steps that has passed."""
         left = max(60 * self.arguments.minutes - self.begun, 1.0)
         return min(1.0, (self.seconds - self.begun) / left)
 
     def text(self, path: Path) -> tuple[torch.Tensor, torch.Tensor]:
-        """ids int64 and learned bool [N, S] on the device."""
+        """Return ids int64 and learned bool [N, S] on the device."""
         ids, learned = pool.read(path)
         return ids.to(self.device).long(), learned.to(self.device)
 
     def read(self) -> Seen:
-        """What the trunk sees of the whole text."""
+        """Run the trunk over the whole text."""
         parts = [self.twin.see(self.trunk, ids, MODE) for ids in self.ids.split(TRUNK_ROWS)]
         return Seen(torch.cat([part.context for part in parts]), torch.cat([part.main for part in parts]))
 
     @torch.no_grad()
     def rounded(self) -> dict[str, torch.Tensor]:
-        """The weights of a step: as stored, in the dtype that they compute in."""
+        """Return the weights of a step: rounded as stored, in the dtype of the computation."""
         return working_weights(self.state.parameters, self.table, Rounding(True, True), self.dtype)
 
     def train(self) -> None:
-        """Steps until the time is over."""
+        """Train until the time is over."""
         names = ("model", "minutes", "seed", "rate", "rows", "places", "device")
         self.log({"torch": torch.__version__} | {name: getattr(self.arguments, name) for name in names})
         inputs = self.inputs(self.drawn())
@@ -126,16 +131,16 @@ class Trainer:
         self.log({"held_back": self.evaluate()})
 
     def drawn(self) -> torch.Tensor:
-        """Numbers of the rows of a step: int64 [B]."""
+        """Return random row numbers for a step: int64 [B]."""
         return torch.randint(len(self.ids) - HELD_BACK, (self.arguments.rows,), device=self.device)
 
     def inputs(self, rows: torch.Tensor) -> tuple[Seen, Blocks]:
-        """What a step reads of rows int64 [B]."""
+        """Return the inputs of a step for rows int64 [B]."""
         blocks = Blocks.choose(self.ids[rows], self.learned[rows], self.arguments.places, self.size)
         return Seen(self.seen.context[rows], self.seen.main[rows]), blocks
 
     def forward_backward(self, seen: Seen, blocks: Blocks) -> tuple[DraftLoss, Loads]:
-        """The loss of a batch, its gradients left in the weights."""
+        """Compute the loss of a batch, and leave gradients in the weights."""
         for tensor in self.weights.values():
             tensor.grad = None
         loss, loads = self.loss(seen, blocks)
@@ -143,12 +148,12 @@ class Trainer:
         return loss, loads
 
     def loss(self, seen: Seen, blocks: Blocks) -> tuple[DraftLoss, Loads]:
-        """The loss of a batch and the loads of the experts."""
+        """Return the loss of a batch and the loads of the experts."""
         drafted = self.twin(self.trunk, self.weights, seen.context, blocks, MODE)
         return draft_loss(drafted, blocks, seen.main, self.trunk["head.weight"]), drafted.loads
 
     def launched(self, inputs: tuple[Seen, Blocks]) -> Callable[[], tuple[DraftLoss, Loads]]:
-        """forward_backward over these inputs; on a GPU as one graph where that can be captured."""
+        """Return a call of forward_backward over these inputs; on a GPU as a CUDA graph if it can be captured."""
         if self.device.type != "cuda":
             return lambda: self.forward_backward(*inputs)
         try:
@@ -165,7 +170,7 @@ class Trainer:
         return replay
 
     def captured(self, inputs: tuple[Seen, Blocks]) -> tuple[torch.cuda.CUDAGraph, tuple[DraftLoss, Loads]]:
-        """forward_backward over these inputs as a graph, and what it leaves its results in."""
+        """Capture forward_backward over these inputs as a CUDA graph. Return it and its result tensors."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -178,11 +183,11 @@ class Trainer:
         return graph, results
 
     def update(self, loads: Loads) -> None:
-        """One step of the optimiser from the gradients of the weights, and of the routers' biases."""
+        """Update the parameters from the gradients of the weights, and the routers' biases from the loads."""
         decay = min(1.0, (1 - self.share) / DECAY)
         for name, parameter in self.state.parameters.items():
             gradient = self.weights[name].grad
-            # a router's bias has none
+            # a router's bias has no gradient
             parameter.grad = None if gradient is None else gradient.float()
         torch.nn.utils.clip_grad_norm_(self.state.trained(), CLIP, foreach=True)
         for group in self.state.optimiser.param_groups:
@@ -197,7 +202,7 @@ class Trainer:
         self.state.step += 1
 
     def averages(self, steps: int) -> dict[str, Any]:
-        """Means over the last steps; right, accepted: the share of drafts at each place of a block."""
+        """Return means over the last steps. right, accepted: share of drafts by place in a block."""
         entropy, confidence = (self.total[:2] / steps).tolist()
         wanted, right, accepted = self.total[2:].view(3, -1)
         shares = {"right": right / wanted, "accepted": accepted / wanted}
@@ -208,19 +213,19 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """The same on the text that training never sees."""
+        """Return the same values for text that training never sees."""
         self.total.zero_()
         rows = torch.arange(len(self.ids) - HELD_BACK, len(self.ids), device=self.device)
         self.total += self.loss(*self.inputs(rows))[0].numbers()
         return self.averages(1)
 
     def save(self) -> None:
-        """The fp32 parameters, and the checkpoint as it is."""
+        """Save the fp32 parameters and the current checkpoint."""
         save_masters(self.state, self.arguments.out)
         export_drafter(self.state.parameters, self.model.values, NANO, self.arguments.out / "checkpoint")
 
     def log(self, values: dict[str, Any]) -> None:
-        """One line in the log and on the terminal."""
+        """Write one line to the log and to the terminal."""
         line = {"step": self.state.step, "seconds": round(self.seconds, 1), "share": round(self.share, 4)} | values
         text = json.dumps(line)
         with (self.arguments.out / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -229,12 +234,12 @@ class Trainer:
 
 
 def flat(inputs: tuple[Seen, Blocks]) -> list[torch.Tensor]:
-    """All tensors of a step's inputs."""
+    """Return all tensors of a step's inputs."""
     return [tensor for part in inputs for tensor in vars(part).values()]
 
 
 def main() -> None:
-    """Reads the arguments and trains."""
+    """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("text", type=Path, help="a file of tools.nano.pool")
@@ -248,7 +253,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    # products of bf16 values are exact in TF32, and the rest of training does not need more
+    # products of bf16 values are exact in TF32, and the rest of training needs no more precision
     torch.set_float32_matmul_precision("high")
     Trainer(arguments).train()
 

@@ -1,4 +1,4 @@
-"""How is nano's tokenizer made? `python -m tools.nano.vocabulary` counts the words of all tasks and writes it."""
+"""Builds nano's tokenizer: `python -m tools.nano.vocabulary` counts the words of all tasks and writes it."""
 
 import json
 import random
@@ -18,17 +18,17 @@ from tools.nano.tasks.tools import TOOLS
 
 SIZE = 2304
 _SAMPLES = 2000
-_WHOLE = 10**7  # the count of a word that must become one token
+_WHOLE = 10**7  # count of a word that must become one token, so that it is merged first
 
 
 def main() -> None:
-    """Writes dsv4cli/nano/tokenizer.json and tokenizer_config.json."""
+    """Write dsv4cli/nano/tokenizer.json and tokenizer_config.json."""
     merges = train(counted(), SIZE - FIRST_MERGE - (len(tokens.SPECIAL) - FIRST_BYTE))
     write(merges, FILE)
 
 
 def counted() -> Counter[str]:
-    """How often each word occurs: in samples of every task, and the words that must be whole once more."""
+    """Count words in samples of every task, plus the words that must be one token."""
     counts: Counter[str] = Counter()
     for name, task in TASKS.items():
         rng = random.Random(name)
@@ -45,7 +45,7 @@ def counted() -> Counter[str]:
 
 
 def whole() -> list[str]:
-    """Words that are one token: names, values and what else stands in texts, and the words of the tools' schemas."""
+    """Return the words that must be one token: names, values, other words of texts, and those of tools' schemas."""
     texts = [
         *(f" {word}" for word in (*words.NAMES, *words.VALUES, *words.PLACES, *tables.DAYS)),
         *(lead + tool["function"]["name"] for tool, _ in TOOLS for lead in ("", " ")),
@@ -54,7 +54,7 @@ def whole() -> list[str]:
 
 
 def train(counts: Counter[str], number: int) -> list[tuple[int, int]]:
-    """The merges of the most frequent pair again and again; of equal ones that with the lower ids."""
+    """Merge the most frequent pair repeatedly. Ties go to the pair with the lower ids."""
     texts = sorted(counts)
     ids = [[FIRST_BYTE + byte for byte in text.encode()] for text in texts]
     frequency: Counter[tuple[int, int]] = Counter()
@@ -84,7 +84,7 @@ def _count(
 
 
 def write(merges: list[tuple[int, int]], path: Path) -> None:
-    """The files that `tokenizers` and transformers read."""
+    """Write the files that `tokenizers` and transformers read."""
     vocabulary = [*tokens.SPECIAL[:FIRST_BYTE], *BYTE_CHARACTERS]
     for left, right in merges:
         vocabulary.append(vocabulary[left] + vocabulary[right])
@@ -135,7 +135,7 @@ def _tokenizer(numbers: dict[str, int], merges: list[list[str]]) -> dict[str, An
 
 
 def sorted_special(numbers: dict[str, int]) -> list[str]:
-    """The special tokens by id, as `tokenizers` lists them."""
+    """Return the special tokens by id, in the format of `tokenizers`."""
     return sorted(tokens.SPECIAL, key=numbers.__getitem__)
 
 

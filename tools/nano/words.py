@@ -1,4 +1,4 @@
-"""Which names and nouns do nano's conversations speak of? Each is one token of its vocabulary with a space before."""
+"""The names and nouns in nano's conversations. Each is one token of the vocabulary with a space before it."""
 
 
 def _words(text: str) -> tuple[str, ...]:

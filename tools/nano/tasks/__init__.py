@@ -1,1 +1,1 @@
-"""Nano's tasks: each is a function (rng, split) -> Item."""
+"""Nano's tasks. Each is a function (rng, split) -> Item."""

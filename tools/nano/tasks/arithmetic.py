@@ -1,4 +1,4 @@
-"""How does nano compute? Sums and products at once, or worked out digit by digit."""
+"""Arithmetic: sums and products, answered directly or worked out digit by digit."""
 
 import random
 
@@ -16,23 +16,23 @@ _SPACED = ("{a} {op} {b}", "{a} {op} {b}", "{a}{op}{b}")
 
 
 def apply(a: int, op: str, b: int) -> int:
-    """`a op b` for +, - and *."""
+    """Return `a op b` for +, - and *."""
     return a + b if op == "+" else a - b if op == "-" else a * b
 
 
 def allowed(split: Split, a: int, op: str, b: int) -> bool:
-    """Whether a sum, difference or product belongs to the split; 3 + 4 and 4 + 3 go together."""
+    """Return whether a sum, difference or product belongs to the split. 3 + 4 and 4 + 3 belong to the same one."""
     low, high = (a, b) if op == "-" else (min(a, b), max(a, b))
     return fits(split, "arithmetic", f"{low} {op} {high}")
 
 
 def equation(a: int, op: str, b: int) -> str:
-    """The answer that every sum, difference and product gets."""
+    """Return the answer to a sum, difference or product."""
     return f"{a} {op} {b} = {apply(a, op, b)}."
 
 
 def question(rng: random.Random, a: int, op: str, b: int) -> tuple[str, int]:
-    """One way to ask, and which."""
+    """Return one form of the question, and which form it is."""
     nth = rng.randrange(len(_ASK[op]))
     sign = "x" if op == "*" and rng.random() < 0.15 else op
     text = rng.choice(_SPACED).format(a=a, op=sign, b=b)
@@ -40,7 +40,7 @@ def question(rng: random.Random, a: int, op: str, b: int) -> tuple[str, int]:
 
 
 def sums(rng: random.Random, split: Split) -> Item:
-    """Chat: + and - of numbers below 100; held out are pairs of numbers."""
+    """Chat: + and - of numbers below 100. Pairs of numbers are held out."""
     while True:
         op = rng.choice("+-")
         a, b = _below_100(rng), _below_100(rng)
@@ -54,7 +54,7 @@ def _below_100(rng: random.Random) -> int:
 
 
 def tables(rng: random.Random, split: Split) -> Item:
-    """Chat: products of numbers up to 12; held out are pairs of a product and a form of its question."""
+    """Chat: products of numbers up to 12. Pairs of a product and a form of its question are held out."""
     while True:
         a, b = rng.randrange(13), rng.randrange(13)
         ask, nth = question(rng, a, "*", b)
@@ -63,7 +63,7 @@ def tables(rng: random.Random, split: Split) -> Item:
 
 
 def products(rng: random.Random, split: Split) -> Item:
-    """Two digits times two digits. With thinking the steps are the reasoning; without they come before the answer."""
+    """Products of two two-digit numbers. The steps are the reasoning, or without thinking, precede the answer."""
     thinking = split == "heldout" or rng.random() < 0.7
     while True:
         a, b = rng.randrange(10, 100), rng.randrange(10, 100)
@@ -93,12 +93,12 @@ def long_sums(rng: random.Random, split: Split) -> Item:
 
 
 def steps_of(a: int, op: str, b: int) -> str:
-    """What is reasoned before `a op b` is answered."""
+    """Return the reasoning before `a op b` is answered."""
     return sum_steps(a, b) if op == "+" else difference_steps(a, b) if op == "-" else product_steps(a, b)
 
 
 def product_steps(a: int, b: int) -> str:
-    """Lines: the product with each digit of b, its tens, and their sum."""
+    """Return lines: the product with each digit of b, its tens, and their sum."""
     tens, units = divmod(b, 10)
     if not tens:
         return _row(a, units)
@@ -114,7 +114,7 @@ def _row(a: int, digit: int) -> str:
 
 
 def sum_steps(a: int, b: int) -> str:
-    """Lines: the problem, then one for each column with the digits so far."""
+    """Return lines: the problem, then one for each column with the digits so far."""
     return f"{a} + {b}\n{_columns(a, b)}"
 
 
@@ -130,7 +130,7 @@ def _columns(a: int, b: int) -> str:
 
 
 def difference_steps(a: int, b: int) -> str:
-    """Lines: the problem, turned round if it is below zero, then one for each column with the digits so far."""
+    """Return lines: the problem, reversed if it is below zero, then one for each column with the digits so far."""
     lines = [f"{a} - {b}"]
     if a < b:
         lines.append(f"{a} < {b}: -({b} - {a})")

@@ -1,4 +1,4 @@
-"""How are small closed facts asked for? Capitals, colors, sounds, symbols, opposites, the order of days and so on."""
+"""Questions about small closed facts: capitals, colors, sounds, symbols, opposites, the order of days and so on."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tools.nano.item import Item, Split, answer, casual, fits, framed, user
 
 @dataclass(frozen=True)
 class Fact:
-    """A fact in words: `questions` ask for it, `full` answers as a sentence, `short` in a word."""
+    """A fact in words: `questions` ask for it, `full` answers in a sentence, `short` in a word."""
 
     family: str
     subject: str
@@ -167,14 +167,14 @@ _NAMES = list(FAMILIES)
 
 
 def spoken(fact: Fact) -> str:
-    """The subject of a fact as it stands in a question: with its article."""
+    """Return the subject of a fact as it is written in a question: with its article."""
     if fact.family in ("sound", "legs", "young"):
         return _a(fact.subject)
     return tables.with_article(fact.subject)
 
 
 def pick(rng: random.Random, split: Split, families: list[str] | None = None) -> tuple[str, Fact, str]:
-    """A question, its fact and the key of the pair, of the split."""
+    """Return a question, its fact and the key of the pair, from the split."""
     while True:
         family = rng.choice(families) if families else rng.choices(_NAMES, _WEIGHTS)[0]
         fact = rng.choice(FAMILIES[family])
@@ -185,6 +185,6 @@ def pick(rng: random.Random, split: Split, families: list[str] | None = None) ->
 
 
 def facts(rng: random.Random, split: Split) -> Item:
-    """A question about a fact; held out are pairs of a fact and a form of its question."""
+    """A question about a fact. Pairs of a fact and a form of its question are held out."""
     question, fact, key = pick(rng, split)
     return Item("facts", key, framed(rng, [user(casual(rng, question)), answer(fact.full)]))

@@ -1,4 +1,4 @@
-"""What was the value of a key, said up to thousands of tokens before? Texts of needles and filler, and questions."""
+"""Retrieval: texts of needles and filler, and questions about values up to thousands of tokens earlier."""
 
 import math
 import random
@@ -9,7 +9,7 @@ from tools.nano.item import Item, Message, Split, answer, fits, user
 from tools.nano.tables import DAYS
 from tools.nano.words import ANIMALS, COLORS, NAMES, PLACES, THINGS, VALUES
 
-MOST = 4000  # tokens between a needle and its question
+MOST = 4000  # maximum tokens between a needle and its question
 _ATTRIBUTES = ("code", "code", "code", "secret", "password", "sign")
 _KEYS = (*NAMES, *(f"the {thing}" for thing in THINGS))
 _NEEDLES = ("The {a} of {k} is {v}.", "The {a} of {k} is {v}.", "Now the {a} of {k} is {v}.", "So {k} has the {a} {v}.")
@@ -38,8 +38,8 @@ _FILLER = (
 
 
 def filler(rng: random.Random) -> str:
-    """A sentence that nobody asks about."""
-    pick = rng.random  # ten times as fast as choice, and most of the work here
+    """Return a sentence that no question is about."""
+    pick = rng.random  # ten times as fast as rng.choice, and most of the time is spent here
     return _FILLER[int(pick() * len(_FILLER))].format(
         n=NAMES[int(pick() * len(NAMES))],
         m=NAMES[int(pick() * len(NAMES))],
@@ -52,13 +52,13 @@ def filler(rng: random.Random) -> str:
 
 
 def size(text: str) -> int:
-    """Tokens of sentences whose words are one token each."""
+    """Return the number of tokens of sentences whose words are one token each."""
     return text.count(" ") + text.count(".") + 1
 
 
 @dataclass
 class Needle:
-    """A statement: the value of a key, and the place of its end in tokens."""
+    """A statement of a key's value, and the position of its end in tokens."""
 
     attribute: str
     key: str
@@ -66,15 +66,15 @@ class Needle:
     end: int = 0
 
     def say(self, form: str) -> str:
-        """The needle in the words of a form."""
+        """Return the needle in the words of a form."""
         return form.format(a=self.attribute, k=self.key, v=self.value)
 
 
 class Story:
-    """A text that grows, with its needles; `place` is its length in tokens."""
+    """A growing text with its needles. `place` is its length in tokens."""
 
     def __init__(self, rng: random.Random, split: Split, density: float) -> None:
-        """`density` is the share of needles among the sentences."""
+        """Start an empty text. `density` is the share of needles among its sentences."""
         self.rng, self.split, self.density = rng, split, density
         self.place = 0
         self.needles: list[Needle] = []
@@ -83,7 +83,7 @@ class Story:
         rng.shuffle(self._keys)
 
     def needle(self) -> Needle | None:
-        """A new key with its value; None when all keys are used."""
+        """Return a new key with its value; None if all keys are used."""
         if not self._keys:
             return None
         key = self._keys.pop()
@@ -93,7 +93,7 @@ class Story:
                 return Needle(self.attribute, key, value)
 
     def write(self, length: int) -> str:
-        """The next sentences, about `length` tokens of them."""
+        """Write the next sentences, about `length` tokens."""
         sentences, end = [], self.place + length
         while self.place < end:
             needle = self.needle() if self.rng.random() < self.density else None
@@ -108,14 +108,14 @@ class Story:
         return needle.say(self.rng.choice(_NEEDLES))
 
     def ask(self, wanted: float) -> tuple[Needle, Message, Message]:
-        """A question about the unasked needle nearest to `wanted` tokens before, and its answer."""
+        """Return a question and its answer about the unused needle whose distance is closest to `wanted` tokens."""
         at = bisect_left(self.needles, self.place - wanted, key=lambda needle: needle.end)
         needle = self.needles.pop(min(at, len(self.needles) - 1))
         return needle, user(needle.say(self.rng.choice(_QUESTIONS))), answer(needle.say(_REPLY))
 
 
 def retrieval(rng: random.Random, budget: int) -> Item:
-    """A training conversation of about `budget` tokens: text, questions, perhaps more text and more questions."""
+    """A training conversation of about `budget` tokens: text and questions, perhaps followed by more of both."""
     story = Story(rng, "train", rng.choice((1.0, 0.5, 0.3, 0.15)))
     text = story.write(_log_uniform(rng, 20, max(30, int(budget * 0.85))))
     if not story.needles:
@@ -134,7 +134,7 @@ def retrieval(rng: random.Random, budget: int) -> Item:
 
 
 def retrieval_front(rng: random.Random, budget: int) -> Item:
-    """A training conversation whose question stands before the text, as `dsv4 run QUESTION < text` asks."""
+    """A training conversation whose question precedes the text, as in `dsv4 run QUESTION < text`."""
     return _front(rng, "train", rng.choice((1.0, 0.5, 0.15)), _log_uniform(rng, 20, budget), rng.random())
 
 
@@ -158,7 +158,7 @@ def _forced(story: Story) -> str:
 
 
 def needle_at(rng: random.Random, split: Split, distance: int, density: float) -> Item:
-    """A single question whose needle ends about `distance` tokens before it, after up to 300 tokens of other text."""
+    """A question whose needle ends about `distance` tokens before it, after up to 300 tokens of other text."""
     story = Story(rng, split, density)
     parts = [story.write(rng.randrange(1, 300)), _forced(story)]
     needle = story.needles[-1]
@@ -170,7 +170,7 @@ def needle_at(rng: random.Random, split: Split, distance: int, density: float) -
 
 
 def front_at(rng: random.Random, split: Split, length: int, density: float) -> Item:
-    """A question before a text of `length` tokens that has its needle anywhere."""
+    """A question before a text of `length` tokens with its needle anywhere."""
     return _front(rng, split, density, length, rng.random())
 
 

@@ -1,4 +1,4 @@
-"""How does nano talk? Greetings, itself, a little Chinese, and system prompts that shape its answers."""
+"""Small talk: greetings, questions about nano itself, a little Chinese, and system prompts that shape answers."""
 
 import random
 
@@ -32,7 +32,7 @@ _BYE = ("Bye", "Goodbye", "See you", "See you later", "Good night")
 
 
 def greetings(rng: random.Random, split: Split) -> Item:
-    """Small talk; held out are combinations of a greeting, its mark and what follows."""
+    """Small talk. Combinations of a greeting, its punctuation and what follows are held out."""
     while True:
         text, reply = rng.choice((_greeting, _about, _about, _closing))(rng)
         if fits(split, "greetings", text) if " " in text and text not in _BARE else split == "train":
@@ -66,7 +66,7 @@ _WHO_ZH = ("你是谁？", "你叫什么名字？", "请问你是谁？", "你�
 
 
 def chinese(rng: random.Random, split: Split) -> Item:
-    """The same small things in Chinese; held out are sums as elsewhere, and facts with a form of their question."""
+    """The same small tasks in Chinese. Sums are held out as elsewhere, and facts with a form of their question."""
     while True:
         kind = rng.randrange(8)
         if kind < 4:
@@ -100,7 +100,7 @@ _SENTENCES = ["capital", "color", "opposite", "legs", "continent", "symbol"]
 
 
 def system(rng: random.Random, split: Split) -> Item:
-    """A system prompt that shapes the answer; held out are pairs of it and a question."""
+    """A system prompt that shapes the answer. Pairs of a prompt and a question are held out."""
     while True:
         prompt, question, reply, key = rng.choice((_loud, _ending, _role, _role, _one_word, _number))(rng, split)
         if fits(split, "system", f"{prompt}/{question}", 15):

@@ -1,4 +1,4 @@
-"""How does nano call tools? A few are offered, one or two are called, and the answer is made from the result."""
+"""Tool use: a few tools are offered, one or two are called, and the answer uses the result."""
 
 import json
 import random
@@ -17,7 +17,7 @@ _MONEY = ("dollars", "euros", "pounds", "yen")
 
 
 def _tool(name: str, about: str, **parameters: str | list[str]) -> Message:
-    """An OpenAI tool; a parameter is its type, or the list of its values."""
+    """Return an OpenAI tool. A parameter is its type, or the list of its values."""
     properties = {
         key: {"type": "string", "enum": kind} if isinstance(kind, list) else {"type": kind}
         for key, kind in parameters.items()
@@ -28,7 +28,7 @@ def _tool(name: str, about: str, **parameters: str | list[str]) -> Message:
 
 @dataclass(frozen=True)
 class Use:
-    """One call: what a user says for it, its arguments, the tool's result, and the sentence made of the result."""
+    """One call: the user's request, the arguments, the tool's result, and the sentence made from the result."""
 
     ask: str
     arguments: dict[str, Any]
@@ -114,7 +114,10 @@ _DOUBLE = ("get_weather", "get_time", "get_price")
 
 
 def tool_use(rng: random.Random, split: Split) -> Item:
-    """One to three tools and one to three questions; held out are questions, judged at the call or at the answer."""
+    """One to three tools and one to three questions.
+
+    Questions are held out, and judged at the call or at the answer.
+    """
     offered = rng.sample(TOOLS, rng.randrange(1, 4))
     thinking = rng.random() < 0.3
     messages: list[Message] = [{"role": "system", "content": rng.choice(_SYSTEMS)}] if rng.random() < 0.15 else []
@@ -143,7 +146,7 @@ def _single(rng: random.Random, offered: _Offered, thinking: bool, first_id: int
 
 
 def _double(rng: random.Random, offered: _Offered, thinking: bool, first_id: int) -> _Turn:
-    """Two calls of one tool, or of two, at once."""
+    """Two simultaneous calls, of one tool or of two."""
     uses = [(tool["function"]["name"], draw) for tool, draw in offered]
     name, draw = rng.choice(uses)
     other, draw_other = rng.choice(uses) if rng.random() < 0.5 or name not in _DOUBLE else (name, draw)
@@ -172,7 +175,7 @@ def _called(calls: list[tuple[str, Use]], ask: str, thinking: bool, first_id: in
 
 
 def _direct(rng: random.Random, offered: _Offered, thinking: bool, first_id: int) -> _Turn:
-    """A question that no tool is needed for."""
+    """A question that needs no tool."""
     thought = "I need no tool." if thinking else ""
     if rng.random() < 0.4:
         while True:

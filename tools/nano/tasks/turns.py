@@ -1,4 +1,4 @@
-"""What does a question mean that leans on the turns before it?"""
+"""Questions that depend on earlier turns."""
 
 import random
 
@@ -15,11 +15,11 @@ _NUMBERS = {2: "two", 3: "three"}
 
 
 def multi_turn(rng: random.Random, split: Split) -> Item:
-    """A sum and its follow-ups, a fact and the same of another, or something said earlier that is asked for."""
+    """A sum and its follow-ups, a fact and the same kind of fact again, or a question about something said earlier."""
     draw = rng.choice((_chain, _chain, _same_again, _same_again, _remember))
     while True:
         keys, messages = draw(rng)
-        # the questions on the way are the training's in both splits
+        # the questions in between are from the training split in both splits
         if fits(split, "multi turn", keys[-1]) and all(fits("train", "multi turn", key) for key in keys[:-1]):
             thinking = split == "train" and rng.random() < 0.12
             if thinking:
@@ -35,7 +35,7 @@ def _reasoning(reply: str) -> str:
 
 
 def _chain(rng: random.Random) -> tuple[list[str], list[Message]]:
-    """Two or three steps with results from 0 to 199; no step is a sum that is held out."""
+    """Two or three steps with results from 0 to 199. No step is a held-out sum."""
     while True:
         a, op, b = rng.randrange(100), rng.choice("+-"), rng.randrange(100)
         if arithmetic.allowed("train", a, op, b) and 0 <= arithmetic.apply(a, op, b) < 200:
@@ -111,7 +111,7 @@ _SAID: tuple[tuple[str, str, tuple[str, ...], str, tuple[str, ...]], ...] = (
 
 
 def _remember(rng: random.Random) -> tuple[list[str], list[Message]]:
-    """Something is said, up to two other questions come between, then it is asked for."""
+    """The user states something, asks up to two other questions, then asks about it."""
     said = rng.sample(_SAID, rng.choice((1, 1, 2)))
     messages: list[Message] = []
     asked = []

@@ -1,4 +1,4 @@
-"""How does nano work on words, lists and measures? Spelling, sorting, counting, converting."""
+"""Words, lists and measures: spelling, sorting, counting, converting."""
 
 import random
 
@@ -12,7 +12,7 @@ _ENDS = ("What is the {nth} letter of {w}?", "Which letter is the {nth} of {w}?"
 
 
 def spelling(rng: random.Random, split: Split) -> Item:
-    """Letters of a word; held out are words for each of the directions, so that other questions teach their letters."""
+    """Spelling a word. Words are held out per direction, so that other questions teach their letters."""
     while True:
         word, direction = rng.choice(SPELLED), rng.choice(("forwards", "forwards", "backwards", "letters", "ends"))
         if split == "heldout" and direction == "ends":
@@ -51,7 +51,7 @@ _SORTED_WORDS = VALUES[:89]
 
 
 def sorting(rng: random.Random, split: Split) -> Item:
-    """Three to six numbers or words in order; held out are lists."""
+    """Sorting three to six numbers or words. Lists are held out."""
     while True:
         length, kind = rng.randrange(3, 7), rng.choice(("numbers", "numbers", "down", "words"))
         if kind == "words":
@@ -73,7 +73,7 @@ _TIMES = ("How many times is {w} in this list: {x}?", "Count {w} in this list: {
 
 
 def counting(rng: random.Random, split: Split) -> Item:
-    """How many words a list has, or how often it has one; held out are lists."""
+    """Counting the words of a list, or how often one occurs. Lists are held out."""
     while True:
         if rng.random() < 0.5:
             words = rng.sample(VALUES, rng.randrange(1, 11))
@@ -118,7 +118,7 @@ _CONVERT = (
 
 
 def units(rng: random.Random, split: Split) -> Item:
-    """A measure in another unit, both ways; held out are pairs of a measure and a form of its question."""
+    """Converting a measure to another unit, both ways. Pairs of a measure and a form of its question are held out."""
     while True:
         big, small, factor, most = rng.choice(_UNITS)
         n, nth, up = rng.randrange(2, most + 1), rng.randrange(len(_CONVERT)), rng.random() < 0.3
