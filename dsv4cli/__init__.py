@@ -1,4 +1,4 @@
-"""dsv4: the command-line toolkit for DeepSeek-V4, and `Model` for Python."""
+"""dsv4: the command-line toolkit for DeepSeek-V4 models, and `Model`, its Python API."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ __all__ = ["Model", "Reply", "Score", "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """Model and what it returns, loaded with PyTorch when they are first asked for."""
+    """Import Model, Reply or Score, and with them PyTorch, on first use."""
     if name not in ("Model", "Reply", "Score"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("dsv4cli.api"), name)

@@ -1,4 +1,4 @@
-"""`dsv4`, and `python -m dsv4cli`: from the first import on Ctrl-C leaves no traceback, and the end takes no second."""
+"""Entry point of `dsv4` and `python -m dsv4cli`: exits fast, and without a traceback on Ctrl-C at any time."""
 
 import atexit
 import os
@@ -10,7 +10,7 @@ SECONDS = 0.05
 
 
 def main() -> None:
-    """Carries out the command line."""
+    """Run the command line."""
     code: object = 1
 
     def end() -> None:

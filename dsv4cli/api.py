@@ -1,4 +1,4 @@
-"""The door for Python: `from dsv4cli import Model`. Thin over the engine; `docs/reference/python.md` shows it."""
+"""The Python API: `from dsv4cli import Model`. A thin layer over the engine; see `docs/reference/python.md`."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
@@ -39,7 +39,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 
 class Options(TypedDict, total=False):
-    """What `chat` and `stream` take beside the messages."""
+    """Keyword arguments that `Model.chat` and `Model.stream` accept after the messages."""
 
     tools: Sequence[Mapping[str, Any]] | None
     think: str
@@ -51,14 +51,16 @@ class Options(TypedDict, total=False):
 
 
 class Reply(Iterator[str]):
-    """An answer as it comes: iterating gives its text, piece by piece, without the thinking and the tool calls.
+    """An answer while it is generated. Iterating yields its text in pieces, without reasoning and tool calls.
 
-    message: the whole answer in the OpenAI API's form, once it has ended: `role`, `content`, `reasoning_content` and
-    `tool_calls`, empty where there are none. finish_reason: "stop", "length" or "tool_calls", None before.
+    Attributes:
+        message: The whole answer in the OpenAI API's format, once it is complete: `role`, `content`, and
+            `reasoning_content` and `tool_calls`, which are empty if there are none.
+        finish_reason: "stop", "length" or "tool_calls"; None until the answer is complete.
     """
 
     def __init__(self, steps: Generator[tuple[Answer, Pieces], None, None], index: int) -> None:
-        """index: which message of the conversation it becomes."""
+        """index: Position of this message in the conversation."""
         self._steps, self._index = steps, index
         self._answer: Answer | None = None
 
@@ -71,22 +73,22 @@ class Reply(Iterator[str]):
         raise StopIteration
 
     def close(self) -> None:
-        """End the answer where it is. Deleting the reply does the same."""
+        """Stop generating. Deleting the reply does the same."""
         self._steps.close()
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"] | None:
-        """Why it ended; None while it has not."""
+        """Why the answer ended; None until it is complete."""
         return self._answer.finish if self._answer else None
 
     @property
     def repairs(self) -> list[str]:
-        """What was repaired in the answer's markup or left out of it, in words. Raises UsageError before its end."""
+        """What was repaired in the answer's markup or left out, in words. Raises UsageError if it is not complete."""
         return self._ended().message()[1]
 
     @property
     def message(self) -> Message:
-        """The answer, to append to the conversation. Raises UsageError before its end."""
+        """The answer, to append to the conversation. Raises UsageError if it is not complete."""
         message = self._ended().message()[0]
         name_calls(message, self._index)
         return message
@@ -98,7 +100,7 @@ class Reply(Iterator[str]):
 
 
 class Model:
-    """A model in memory, ready to be asked, from several threads too."""
+    """A loaded model. It can be used from several threads."""
 
     def __init__(
         self,
@@ -150,7 +152,7 @@ class Model:
     def _compiled(
         self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits, load: Workload
     ) -> Iterator[None]:
-        """Compile the kernels of conversations on a GPU meanwhile, and wait for those that are missing then."""
+        """Compile the kernels of conversations on a GPU during the block, then wait for those still missing."""
         if self._kernels != "triton":
             yield
             return
@@ -167,7 +169,7 @@ class Model:
             ahead.wait(lambda counts: None)
 
     def chat(self, messages: Messages, **options: Unpack[Options]) -> Message:
-        """The answer to a conversation, as a message that can be appended to it; options as those of `stream`."""
+        """Return the answer to a conversation, as a message to append to it. Accepts the options of `stream`."""
         reply = self.stream(messages, **options)
         for _ in reply:
             pass
@@ -204,8 +206,12 @@ class Model:
         return Reply(self._computed(steps), len(given))
 
     def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:
-        """How likely the model finds a text, or token ids: `ids`, `logprobs` of each token given those before (None for
-        the first), `perplexity`, and in `top` the `logprobs` likeliest next tokens after each."""
+        """Return the log-probabilities of a text or of token ids.
+
+        Returns:
+            A Score: `ids`; `logprobs` of each token given the tokens before it (None for the first); `perplexity`; and
+            `top`, the `logprobs` most likely next tokens after each token.
+        """
         shared = self._open()
         ids = self._dialogue("off").tokenizer.encode(text) if isinstance(text, str) else list(text)
         limits = Limits(max_context=self._max_context, logprobs=logprobs)
@@ -213,7 +219,7 @@ class Model:
             return next(score(shared.model, [ids], limits, self._device))
 
     def close(self) -> None:
-        """Gives back the memory; harmless the second time."""
+        """Free the memory. Calling it again has no effect."""
         shared, self._shared = self._shared, None
         if shared is not None:
             shared.close()
@@ -233,12 +239,12 @@ class Model:
 
     @contextmanager
     def _here(self) -> Iterator[None]:
-        """Compute in this thread with this model's backend and device, which are the thread's own."""
+        """Use this model's backend and device in the current thread: both are settings of a thread."""
         with use(self._kernels), torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             yield
 
     def _computed(self, reply: Generator[tuple[Answer, Pieces], None, None]) -> Generator[tuple[Answer, Pieces]]:
-        """Yield a reply's steps, each computed with this model's backend, whatever the caller computes between them."""
+        """Yield a reply's steps. Each step uses this model's backend, whatever the caller computes between steps."""
         with closing(reply):
             while True:
                 with self._here():

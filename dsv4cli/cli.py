@@ -1,4 +1,4 @@
-"""The program: its commands, the environment that it reads, and the one place where a failure becomes two lines."""
+"""The `dsv4` program: registers the commands, reads the environment, and turns failures into two-line errors."""
 
 import io
 import os
@@ -37,7 +37,7 @@ WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(CommandGroup):
-    """The commands; what is wrong about their arguments is said on one line."""
+    """The top-level command group. It prints errors in arguments on one line."""
 
     def make_context(self, *arguments: Any, **options: Any) -> Any:
         with _one_line():
@@ -51,7 +51,7 @@ class _Commands(CommandGroup):
 
 @contextmanager
 def _one_line() -> Iterator[None]:
-    """Typer repeats arguments in its complaints: a name with control characters must not reach the terminal so."""
+    """Escape control characters in usage errors: Typer quotes the arguments, which must not reach the terminal raw."""
     try:
         yield
     except WRONG_ARGUMENT as error:
@@ -130,7 +130,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Runs the program and exits: 0 to 7 as the help says, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Run the program and exit with a code from 0 to 7 (see the help), 130 after Ctrl-C, or 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
     # what torch's processes tell each other's logs is no part of the conversation
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -157,7 +157,7 @@ def main() -> None:
 
 
 def _sentence(error: Exception) -> Dsv4Error | None:
-    """What failed, as two lines; None for a bug of ours."""
+    """Return the failure as a Dsv4Error with message and remedy, or None for a bug in dsv4."""
     if isinstance(error, Dsv4Error):
         return error
     if isinstance(error, MemoryError):
@@ -170,10 +170,10 @@ def _sentence(error: Exception) -> Dsv4Error | None:
 
 
 class ClosedStdout(io.TextIOWrapper):
-    """Stands for a stdout that the caller closed: a command that writes to it fails, any other one does its work."""
+    """A replacement for a stdout that the caller closed. Only commands that write to it fail."""
 
     def write(self, text: str) -> int:
-        """Raises Dsv4Error."""
+        """Raise Dsv4Error."""
         raise Dsv4Error(
             "stdout is closed, but the command writes its output there",
             "remove >&-, or discard the output with >/dev/null",

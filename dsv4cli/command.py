@@ -1,4 +1,4 @@
-"""One habit for all commands: how a model is named, which old option names are accepted, how help is laid out."""
+"""Conventions of all commands: how to name a model, alternative option spellings, and the layout of help pages."""
 
 import copy
 import shutil
@@ -90,7 +90,7 @@ class CommandGroup(typer.core.TyperGroup):
 
 
 class Application(typer.Typer):
-    """A Typer application made of these commands, with help in plain text."""
+    """A Typer application that uses these command classes and plain-text help."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"cls": CommandGroup, "rich_markup_mode": None} | options)

@@ -1,4 +1,4 @@
-"""What the program knows of its environment: `cli.py` reads it once, and commands get it as `context.obj`."""
+"""Environment settings of the program. `cli.py` reads them once; commands receive them as `context.obj`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""What can go wrong for a user, each with its exit code; standard library only.
+"""Errors that a user can cause or fix, each with its exit code. Standard library only.
 
-Every error says what failed and where; `remedy` is the next thing to do, one sentence or a command.
+The message says what failed and where. `remedy` says what to do next, as a sentence or a command.
 """
 
 import errno
@@ -20,12 +20,12 @@ DRIVERS = re.compile(r"Triton Error \[\w+\](?!.*(image|PTX))")
 
 
 class Dsv4Error(Exception):
-    """A failure that is the input's or the machine's, not a bug: shown as two lines, without a traceback."""
+    """A failure caused by the input or the machine, not by a bug. It is shown as two lines without a traceback."""
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, remedy: str = "", details: Sequence[str] = ()) -> None:
-        """details: a line each, between the message and the remedy."""
+        """details: Lines to print between the message and the remedy."""
         super().__init__(message)
         self.message = message
         self.remedy = remedy
@@ -33,7 +33,7 @@ class Dsv4Error(Exception):
 
 
 class UsageError(Dsv4Error):
-    """An option, a prompt or an input file is not what the command takes."""
+    """An invalid option, prompt or input file."""
 
     exit_code = 2
 
@@ -43,21 +43,21 @@ class ModelNotFound(Dsv4Error):
 
 
 class CheckpointError(Dsv4Error):
-    """A DeepSeek-V4 checkpoint that is damaged, incomplete or contradicts itself."""
+    """A DeepSeek-V4 checkpoint that is damaged, incomplete or inconsistent."""
 
 
 class UnknownKey(CheckpointError):
-    """A configuration says what this engine does not know, and other programs may know or pass over."""
+    """A configuration key or value that this engine does not know; other programs may know or ignore it."""
 
 
 class UnsupportedCheckpoint(Dsv4Error):
-    """A model or a layout that this engine does not run, refused by name."""
+    """A recognized model or layout that this engine cannot run."""
 
     exit_code = 4
 
 
 class UnsupportedHardware(Dsv4Error):
-    """A device that is not there, or that the kernels do not run on."""
+    """A device that is missing or that the kernels do not support."""
 
     exit_code = 4
 
@@ -69,33 +69,33 @@ class NotEnoughMemory(Dsv4Error):
 
 
 class NotEnoughDisk(Dsv4Error):
-    """A file system has no room for what a command writes."""
+    """A file system without enough free space for the output."""
 
     exit_code = 5
 
 
 class DiskError(Dsv4Error):
-    """A disk fails at writing or at giving back what was written."""
+    """A disk that fails to write, or to read back what was written."""
 
 
 class HubError(Dsv4Error):
-    """The hub cannot be reached, refuses, or does not hold what was asked for."""
+    """The Hugging Face Hub cannot be reached, rejects the request, or does not have the requested file."""
 
     exit_code = 6
 
 
 class ServerError(Dsv4Error):
-    """A server cannot be reached, refuses, or answers in another format."""
+    """A server that cannot be reached, rejects the request, or answers in an unknown format."""
 
     exit_code = 6
 
 
 class AnswerLost(ServerError):
-    """A server's answer has ended before its end; what came of it is kept."""
+    """A server's answer that broke off. The text received so far is kept."""
 
 
 class RankLost(Dsv4Error):
-    """A rank of a run in several has ended, and the others cannot go on."""
+    """A tensor-parallel rank has exited, so the others cannot continue."""
 
 
 class UnsoundResult(Dsv4Error):
@@ -105,7 +105,7 @@ class UnsoundResult(Dsv4Error):
 
 
 def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
-    """What Triton's compiler or launcher says against a kernel on this card; None for every other error."""
+    """Convert an error of Triton's compiler or launcher for this GPU to UnsupportedHardware; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     names = [frame.f_globals.get("__name__", "") for frame in frames]
     launch = next((frame for frame, name in zip(frames, names, strict=True) if _launches(frame, name)), None)

@@ -1,7 +1,7 @@
-"""Text of others made harmless: nothing in it commands a terminal, begins a line of ours, or hides; a leaf.
+"""Escaping of untrusted text, so that it cannot control a terminal, fake output, or hide; standard library only.
 
-What a model or a tool writes is shown by `harmless`; names, values and errors by `harmless_line` or, cut where they are
-long, by `brief_line`; what a user is to paste into a shell by `shell_word`.
+Use `harmless` for text from models and tools; `harmless_line` for names, values and errors, or `brief_line` to also
+shorten long ones; `shell_word` for words that a user pastes into a shell.
 """
 
 import re
@@ -30,30 +30,37 @@ LONGEST_WORD, LONGEST_LINE = 300, 4000
 
 
 def harmless(text: str) -> str:
-    """Text of many lines: it keeps its newlines, tabs, scripts, marks and emoji.
+    """Return multi-line text without control characters; newlines, tabs, scripts, combining marks and emoji stay.
 
-    Each character is judged alone and stays one character, so it works on the pieces of a text too.
+    Each character maps to exactly one character, so a text can be processed in pieces.
     """
     return text.translate(COMMANDS)
 
 
 def harmless_line(text: str) -> str:
-    r"""The text on one line, what is invisible in it escaped, as in `a\nb` or `\u202e`; nothing is cut.
+    r"""Return the text on one line, with invisible characters escaped, as in `a\nb` or `\u202e`. Nothing is cut.
 
-    Joiners between letters of other scripts and inside an emoji are spelling, and stay.
+    Joiners between letters of non-Latin scripts and inside emoji are spelling, so they stay.
     """
     return HIDDEN.sub(_shown, text)
 
 
 def brief_line(text: str, word: int = LONGEST_WORD, line: int = LONGEST_LINE) -> str:
-    """As harmless_line; a word or a line of more characters is cut in its middle and shows its length."""
+    """Return `harmless_line` of a shortened text: long words and lines are cut in the middle and show their length.
+
+    Args:
+        word: Maximum characters of a word.
+        line: Maximum characters of the line.
+    """
     text = re.sub(rf"\S{{{word + 1},}}", lambda found: _cut(found[0], word), text)
     return harmless_line(_cut(text, line))
 
 
 def shell_word(text: str | Path) -> str:
-    r"""A name as a word of a command, quoted so that a shell reads exactly this text and a user sees it: `'a b'`,
-    `$'a\x0ab'`. One that begins with - is a file's or a folder's, and would be an option: `./-g`."""
+    r"""Return a name quoted for a shell, so that the user sees and a shell reads the exact text: `'a b'`, `$'a\x0ab'`.
+
+    A file or folder name that starts with - becomes `./-g`, because it would be read as an option.
+    """
     word = str(text)
     if word.startswith("-"):
         word = f"./{word}"

@@ -31,8 +31,10 @@ class HelpPage:
         self._wrap(" ".join([program, *pieces]), "Usage: ", "  " if self._narrow else " " * len("Usage: "))
 
     def text(self, text: str) -> None:
-        """Add paragraphs, each under an empty line. Lines of a paragraph that begins with `\\b` stay apart; lines under
-        `Examples:` are commands, which continue with a backslash."""
+        """Add paragraphs, separated by empty lines.
+
+        A paragraph that starts with `\\b` keeps its lines. Lines under `Examples:` are commands, wrapped with backslashes.
+        """
         for paragraph in inspect.cleandoc(text).split("\n\n"):
             first, *lines = paragraph.split("\n")
             self._lines.append("")
@@ -57,14 +59,14 @@ class HelpPage:
                 self._wrap(description, f"  {term}".ljust(column), " " * column)
 
     def _row(self, line: str) -> None:
-        """Add a line that may be wrapped under its second column, or under its first on a narrow page."""
+        """Add a line, wrapped under its second column, or under its first on a narrow page."""
         columns = re.match(r"( *)(\S+ {2,})?", line)
         assert columns is not None
         indent = len(columns[1]) + 4 if self._narrow else len(columns[0])
         self._wrap(line[len(columns[1]) :], columns[1], " " * indent)
 
     def _command(self, line: str) -> None:
-        """Add a command that can be pasted into a shell as it stands."""
+        """Add a command that can be pasted into a shell."""
         held = QUOTED.sub(lambda quoted: quoted[0].replace(" ", HELD_SPACE), line.strip())
         indent = " " * (len(line) - len(line.lstrip()))
         parts = textwrap.wrap(

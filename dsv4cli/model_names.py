@@ -16,14 +16,14 @@ IN_CACHE = re.compile(r"models--([^/]+?)--([^/]+)")
 
 
 def complete_model(ctx: typer.Context, args: list[str], incomplete: str) -> list[str]:
-    """Return the models whose names begin with `incomplete`: known names, cached ones, folders, GGUF files."""
+    """Return the models that start with `incomplete`: known names, cached repositories, folders and GGUF files."""
     from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE
 
     return _matching(incomplete, [*IN_PACKAGE, *ALIASES, SMALLEST_RANDOM, *_cached(ctx), *_paths(incomplete)])
 
 
 def complete_repository(ctx: typer.Context, args: list[str], incomplete: str) -> list[str]:
-    """Return the repositories whose names begin with `incomplete`: aliases and what the Hugging Face cache holds."""
+    """Return the repositories that start with `incomplete`: aliases and repositories in the Hugging Face cache."""
     from dsv4cli.engine.checkpoint.names import ALIASES
 
     return _matching(incomplete, [*ALIASES, *_cached(ctx)])
@@ -41,8 +41,10 @@ def _cached(context: typer.Context) -> Iterator[str]:
 
 
 def _paths(incomplete: str) -> list[str]:
-    """Return the folders and GGUF files that `incomplete` may become. A single folder that is no model comes with its
-    content, so that the shell completes it without a space behind it."""
+    """Return the folders and GGUF files that complete `incomplete`.
+
+    If the only match is a folder without a model, its content is included, so that the shell adds no space after it.
+    """
     found = _entries(incomplete)
     return found + _entries(found[0]) if len(found) == 1 and found[0].endswith("/") else found
 

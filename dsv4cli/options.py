@@ -58,9 +58,9 @@ SpecialTokensOpt = Annotated[
 
 
 def argument_text(param: typer.CallbackParam, value: Any) -> Any:
-    """Return a text of the command line, or a list of texts, for the model.
+    """Return a command-line text, or a list of texts, as valid Unicode.
 
-    Bytes that a locale without UTF-8 (LC_ALL=C) cannot decode are read as UTF-8. Raises UsageError for other bytes.
+    Bytes that a locale without UTF-8 (LC_ALL=C) cannot decode are decoded as UTF-8. Raises UsageError if they are not.
     """
     if isinstance(value, list | tuple):
         return [argument_text(param, one) for one in value]
@@ -174,7 +174,7 @@ RevisionOpt = Annotated[
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, how it answers and where it computes: the options that `run`, `chat`, `serve` and `eval` share."""
+    """Options that `run`, `chat`, `serve` and `eval` share: the model, its answers and its computation."""
 
     model: ModelOpt = "nano"
     think: ThinkOpt = "off"
@@ -199,10 +199,10 @@ Function = Callable[..., None]
 
 
 def takes_model_options(**other: Any) -> Callable[[Function], Function]:
-    """Return a decorator that gives a command every option of `ModelOptions`, and its parameter `options` their values.
+    """Return a decorator that adds every option of `ModelOptions` to a command and passes them as `options`.
 
     Args:
-        other: How some of these options are declared for this command, as annotations.
+        other: Annotations that replace those of `ModelOptions` for this command, by name.
     """
 
     def expand(command: Function) -> Function:
@@ -225,5 +225,5 @@ def takes_model_options(**other: Any) -> Callable[[Function], Function]:
 
 
 def epilog(*examples: str) -> str:
-    """The end of a help page: exit codes, then examples."""
+    """Return the end of a help page: exit codes, then examples."""
     return "\n".join([EXIT_CODES, "", "\b", "Examples:", *(f"  {example}" for example in examples)])

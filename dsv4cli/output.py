@@ -1,7 +1,7 @@
-"""What the user sees: stdout is the answer, stderr the conversation; the only file that prints; standard library only.
+"""Terminal output: results go to stdout, messages to stderr. The only module that prints; standard library only.
 
-Text from checkpoints, models and files is data: nothing in it is markup, no control character reaches a terminal, and
-what is said in a line stays in that line (see `dsv4cli.harmless`).
+Text from checkpoints, models and files is data: it is never interpreted as markup, its control characters never reach
+a terminal, and a one-line message stays on one line (see `dsv4cli.harmless`).
 """
 
 import base64
@@ -36,20 +36,19 @@ UNIT_NOTE = "1 GB = 10^9 bytes"
 
 
 class ReaderGone(Exception):
-    """Whoever read stdout or stderr has closed it, as `head` does: end quietly."""
+    """The reader of stdout or stderr, such as `head`, has closed it: exit quietly."""
 
 
 @dataclass(frozen=True)
 class Colours:
-    """Which of the two streams may carry colour."""
+    """Whether stdout and stderr may use colors."""
 
     stdout: bool = False
     stderr: bool = False
 
 
 class Output:
-    """Both streams in one of two modes: for people, or `--json`. There, and where it is `quiet`, stderr carries errors
-    only."""
+    """Writer for stdout and stderr, for people or for `--json`. With `--json` or `quiet`, stderr has only errors."""
 
     def __init__(self, colours: Colours, as_json: bool = False, quiet: bool = False) -> None:
         self.colours = colours
@@ -60,13 +59,12 @@ class Output:
         self._clock = LineClock()
 
     def line(self, text: str = "", *, strong: bool = False) -> None:
-        """A line of a human answer, whole; a newline in it is shown as `\\n`. Nothing in JSON mode."""
+        """Print a line of a human-readable result; newlines are shown as `\\n`. Prints nothing in JSON mode."""
         if not self.as_json:
             _write(sys.stdout, _styled(harmless_line(text), BOLD, strong and self.colours.stdout))
 
     def paragraph(self, text: str, indent: str = "", *, strong: bool = False) -> None:
-        """A sentence of a human answer in lines of 80 columns, those after the first indented by two more. Very long
-        words are cut."""
+        """Print a sentence wrapped at 80 columns, later lines indented by two more. Very long words are shortened."""
         further = indent + "  "
         for line in textwrap.wrap(
             brief_line(text), WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
@@ -74,8 +72,10 @@ class Output:
             self.line(line, strong=strong)
 
     def table(self, rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
-        """Aligned columns of a human answer; with `numbers` every column but the first is flush right. A terminal that
-        is too narrow has them folded between words. Very long cells are cut."""
+        """Print aligned columns. Very long cells are shortened.
+
+        On a terminal that is too narrow, lines wrap between words. `numbers` right-aligns every column but the first.
+        """
         rows = [[brief_line(cell, line=LONGEST_WORD) for cell in row] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
@@ -87,46 +87,46 @@ class Output:
                 self.line(line)
 
     def document(self, value: Mapping[str, Any]) -> None:
-        """The one JSON document of a command; nothing in human mode."""
+        """Print the single JSON document of a command. Prints nothing in human mode."""
         if self.as_json:
             _write(sys.stdout, _json(value))
 
     def record(self, value: Mapping[str, Any]) -> None:
-        """One line of NDJSON, in both modes, at once."""
+        """Print one JSON line immediately, in both modes."""
         _write(sys.stdout, _json(value))
 
     def stream(self, text: str) -> None:
-        """A piece of a human answer as it arrives, exact unless stdout is a terminal; nothing in JSON mode."""
+        """Print a piece of streamed text. It is exact unless stdout is a terminal. Prints nothing in JSON mode."""
         if not self.as_json:
             self._piece(sys.stdout, harmless(text) if sys.stdout.isatty() else text)
 
     def rendered(self, lines: Sequence[str]) -> None:
-        """Lines for this terminal, with escape codes, that `commands/chat/renderer.py` has made of harmless text."""
+        """Print lines with escape codes that `commands/chat/renderer.py` has made from harmless text."""
         self.end_line()
         for line in lines:
             _write(sys.stdout, line)
 
     def clipboard(self, text: str) -> None:
-        """Asks the terminal to put a text on the clipboard: OSC 52, which works through ssh too."""
+        """Ask the terminal to copy a text to the clipboard with OSC 52, which also works over ssh."""
         _write(sys.stdout, f"\x1b]52;c;{base64.b64encode(text.encode(errors='replace')).decode()}\x07", end="")
 
     def reasoning(self, text: str) -> None:
-        """A piece of the model's reasoning as it arrives: on stderr, dimmed; nothing where stderr is silent."""
+        """Print a piece of streamed reasoning to stderr, dimmed. Prints nothing if stderr is silent."""
         if not self.silent:
             self._piece(sys.stderr, harmless(text), DIM if self.colours.stderr else "")
 
     def end_line(self) -> None:
-        """Ends the line that the last piece has left open, if it has."""
+        """End the line that the last streamed piece left open, if any."""
         stream, self._open = self._open, None
         if stream is not None:
             _write(stream, "")
 
     def forget_line(self) -> None:
-        """The user has ended the line that the last piece has left open."""
+        """Note that the user has ended the line that the last streamed piece left open."""
         self._open = None
 
     def new_line(self) -> None:
-        """Moves a terminal to a new line, after the ^C that it has echoed."""
+        """Move the terminal to a new line, after the ^C that it has echoed."""
         terminal = next((stream for stream in (sys.stderr, sys.stdout) if stream.isatty()), None)
         if terminal is not None:
             _write(terminal, "")
@@ -141,10 +141,13 @@ class Output:
 
     @contextmanager
     def progress(self, label: str, note: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
-        """Yield a callback (bytes done, bytes in all) that shows rate and remaining time: as a bar on a terminal, as a
-        line every 30 seconds elsewhere. note: what else is going on, which the bar shows too.
+        """Yield a callback (bytes done, total bytes) that shows progress, rate and remaining time.
 
-        Other lines appear above the bar. A terminal that cannot move its cursor has none.
+        A terminal shows a bar, with other messages above it, or nothing if it cannot move its cursor. Without a terminal,
+        a line appears every 30 seconds.
+
+        Args:
+            note: Returns extra text for the bar, about what else is in progress.
         """
         if self.silent or not sys.stderr.isatty():
             with self._lines(label, lambda count: size_text(round(count))) as told:
@@ -158,7 +161,7 @@ class Output:
 
     @contextmanager
     def counting(self, label: str) -> Iterator[Callable[[int, int, str], None]]:
-        """As `progress`, of things that are counted: a callback (done, in all, a word on the rate)."""
+        """Like `progress`, for countable items: yields a callback (done, total, text for the rate)."""
         if self.silent or not sys.stderr.isatty():
             with self._lines(label, "{:,}".format) as told:
                 yield told.update
@@ -183,12 +186,11 @@ class Output:
         return True
 
     def compiling(self, waiting: bool) -> None:
-        """Shows on a terminal that kernels are compiled, until it is called with False."""
+        """Show on a terminal that kernels are being compiled, until it is called with False."""
         self.wait("compiling kernels …" if waiting else "")
 
     def wait(self, text: str) -> None:
-        """Show what is waited for: on a terminal in the place of the last one, elsewhere in a line every 30 seconds.
-        '': the wait has ended."""
+        """Show what the command waits for: in place on a terminal, otherwise every 30 seconds. '' ends the wait."""
         if not sys.stderr.isatty() and self._clock.due(bool(text)):
             self.status(text)
         if self.silent or self._open is not None or not sys.stderr.isatty() or not (text or self._waiting):
@@ -197,19 +199,19 @@ class Output:
         self._waiting = len(text)
 
     def status(self, text: str) -> None:
-        """What is going on, or a measured number."""
+        """Print what is in progress, or a measurement."""
         self._remark(brief_line(text), DIM)
 
     def hint(self, text: str) -> None:
-        """What to do next; what a shell is to read in it is quoted by `shell_word`."""
+        """Print what to do next. Quote words for a shell with `shell_word`."""
         self._remark(_advice(text), DIM)
 
     def warning(self, text: str) -> None:
-        """What may surprise."""
+        """Print a warning."""
         self._remark(brief_line(f"warning: {text}"), YELLOW)
 
     def error(self, error: Dsv4Error) -> None:
-        """Why the command ends, and the remedy; in both modes."""
+        """Print the error that ends the command, and its remedy, in both modes."""
         _write(sys.stderr, _styled(brief_line(f"error: {error.message}"), RED, self.colours.stderr))
         for detail in error.details:
             _write(sys.stderr, f"  {brief_line(detail)}")
@@ -222,7 +224,7 @@ class Output:
 
 
 def stdout_columns() -> int:
-    """How wide stdout's terminal is now; 80 where it does not say."""
+    """Return the current width of stdout's terminal, or 80 if it is unknown."""
     return (os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 0) or 80
 
 
@@ -248,7 +250,7 @@ def _styled(text: str, style: str, wanted: bool) -> str:
 
 
 def _folded(text: str, stream: TextIO) -> str:
-    """A line in lines of a terminal's width, parted between words; as it is for any other stream."""
+    """Return a line wrapped between words at the terminal's width; unchanged if the stream is not a terminal."""
     if not stream.isatty():
         return text
     width = os.get_terminal_size(stream.fileno()).columns
@@ -263,7 +265,7 @@ def _advice(text: str) -> str:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes in decimal units, as the publishers of checkpoints count: '159.61 GB', '7.35 MB', '334 B'."""
+    """Format bytes in decimal units, as checkpoint publishers do: '159.61 GB', '7.35 MB', '334 B'."""
     for unit, value in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if nbytes >= value:
             return f"{nbytes / value:,.2f} {unit}"
@@ -271,7 +273,7 @@ def size_text(nbytes: int) -> str:
 
 
 def count_text(count: int) -> str:
-    """A number of parameters or tokens: '284.33B', '7.16M', '69,187'."""
+    """Format a number of parameters or tokens: '284.33B', '7.16M', '69,187'."""
     for unit, value in (("B", 10**9), ("M", 10**6)):
         if count >= value:
             return f"{count / value:,.2f}{unit}"
@@ -279,12 +281,12 @@ def count_text(count: int) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun: '1 file', '69,187 tensors'."""
+    """Format a number with its noun: '1 file', '69,187 tensors'."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def duration_text(seconds: float) -> str:
-    """A time as people say it: '0.4 s', '12 s', '3 min 20 s', '2 h 05 min'."""
+    """Format a duration: '0.4 s', '12 s', '3 min 20 s', '2 h 05 min'."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

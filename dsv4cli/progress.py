@@ -1,4 +1,4 @@
-"""Progress of long work on stderr: a bar on a terminal, elsewhere a line every 30 seconds."""
+"""Progress of long-running work on stderr: a bar on a terminal, otherwise a line every 30 seconds."""
 
 import sys
 import threading
@@ -35,12 +35,12 @@ def bar(label: str, coloured: bool, *columns: "ProgressColumn") -> Iterator[Call
 
 
 class WorkProgress:
-    """How much of some work is done, how fast it goes, and how long the rest will take.
+    """Progress of some work: its amount, its speed and the remaining time.
 
     Args:
-        label: What is done, such as "questions".
-        amount: Writes a number of units, bytes or items, for people.
-        duration: Writes seconds for people.
+        label: What is processed, such as "questions".
+        amount: Formats a number of units (bytes or items).
+        duration: Formats seconds.
     """
 
     def __init__(self, label: str, amount: Callable[[float], str], duration: Callable[[float], str]) -> None:
@@ -50,13 +50,13 @@ class WorkProgress:
         self._rate: str | None = None
 
     def update(self, done: int, total: int, rate: str | None = None) -> None:
-        """Set the units that are done and all units. rate: a word in the place of units per second."""
+        """Set the units that are done and the total. rate: Text to show instead of units per second."""
         if self._start is None:
             self._start, self._first = monotonic(), done
         self._done, self._total, self._rate = done, total, rate
 
     def sentence(self) -> str:
-        """Return the state in one line: `questions: 12 of 200, 35 tokens/s, 4 min 10 s left`."""
+        """Return the state on one line: `questions: 12 of 200, 35 tokens/s, 4 min 10 s left`."""
         if self._start is None or not self._total:
             return f"{self._label} …"
         parts = [f"{self._label}: {self._amount(self._done)} of {self._amount(self._total)}"]
@@ -70,7 +70,7 @@ class WorkProgress:
 
 @contextmanager
 def told_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Iterator[None]:
-    """Tell the state of some work every 30 seconds, from another thread, until it ends or `tell` returns False."""
+    """Report progress every 30 seconds from another thread, until the block ends or `tell` returns False."""
     ended = threading.Event()
 
     def run() -> None:
@@ -87,13 +87,13 @@ def told_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Itera
 
 
 class LineClock:
-    """Decides when a wait that goes on is told again."""
+    """Timer that decides when to report a wait again."""
 
     def __init__(self) -> None:
         self._last: float | None = None
 
     def due(self, waiting: bool) -> bool:
-        """Return True if 30 seconds have passed since the wait began or was told; waiting: whether it goes on."""
+        """Return True if 30 seconds have passed since the wait began or was last reported. `waiting=False` ends it."""
         now = monotonic()
         if waiting and self._last is not None and now - self._last < SECONDS_BETWEEN_LINES:
             return False
