@@ -33,7 +33,7 @@ class HelpPage:
     def text(self, text: str) -> None:
         """Add paragraphs, separated by empty lines.
 
-        A paragraph that starts with `\\b` keeps its lines. Lines under `Examples:` are commands, wrapped with backslashes.
+        A paragraph that starts with `\\b` keeps its lines. Lines under `Examples:` are shell commands.
         """
         for paragraph in inspect.cleandoc(text).split("\n\n"):
             first, *lines = paragraph.split("\n")

@@ -143,7 +143,7 @@ class Output:
     def progress(self, label: str, note: Callable[[], str] = str) -> Iterator[Callable[[int, int], None]]:
         """Yield a callback (bytes done, total bytes) that shows progress, rate and remaining time.
 
-        A terminal shows a bar, with other messages above it, or nothing if it cannot move its cursor. Without a terminal,
+        A terminal shows a bar, with other messages above it, or nothing if it cannot move its cursor. Elsewhere
         a line appears every 30 seconds.
 
         Args:

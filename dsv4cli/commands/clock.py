@@ -1,4 +1,4 @@
-"""When the tokens of answers came, and how fast that was."""
+"""Timing of generated tokens, and the speeds that follow from it."""
 
 from dataclasses import dataclass
 from time import perf_counter
@@ -17,11 +17,13 @@ TOKENS_BETWEEN = 50
 
 @dataclass
 class Clock:
-    """When tokens came: seconds from the start. experts: those whose way from host memory took part of the time.
-    drafts: what they came to, once all answers are there.
+    """When tokens arrived, in seconds from the start.
 
-    prepared: seconds of steps that prepared kernels or captured graphs; the rate leaves them out. compiled: how many
-    kernels had to be compiled in them.
+    Attributes:
+        prepared: Seconds of steps that prepared kernels or captured graphs. The rate excludes them.
+        compiled: Number of kernels compiled in those steps.
+        experts: Offloaded experts, if copies from host memory took part of the time.
+        drafts: Draft statistics, once all answers are complete.
     """
 
     start: float = 0.0
@@ -37,7 +39,7 @@ class Clock:
         self._steady, self._seconds, self._begun = 0, 0.0, False
 
     def tick(self, prepared: bool = False, *, later: bool = True) -> None:
-        """Counts one token, of a step that was `prepared` or not; `later`: it is not the first of its answer."""
+        """Count one token. prepared: its step prepared kernels. later: it is not the first token of its answer."""
         now = perf_counter() - self.start
         passed = now - self.last
         self._begun |= later and self.tokens > 0  # what comes before is the first step's, of many answers together
@@ -51,35 +53,35 @@ class Clock:
         self.tokens += 1
 
     def note_end(self, engine: "Engine") -> None:
-        """Takes what drafts came to, and how many kernels were compiled."""
+        """Store the engine's draft statistics and number of compiled kernels."""
         self.drafts, self.compiled = engine.draft_report(), engine.compiled
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first one."""
+        """Tokens per second after the first token."""
         return self._steady / self._seconds if self._seconds > 0 else None
 
     @property
     def speed(self) -> str:
-        """The rate for people; nothing where there is none."""
+        """The rate as text; empty if there is none."""
         if not self.rate:
             return ""
         return f"{self.rate:.1f} tokens/s" if self.rate >= 1 else f"{self.rate:.2g} tokens/s"
 
     def activity(self, waiting: bool) -> str:
-        """What a bar says beside its count. waiting: for kernels."""
+        """Text for a progress bar next to its count. waiting: kernels are being compiled."""
         if waiting:
             return "compiling kernels …"
         return f"{self.rate:,.0f} tokens/s" if self.rate else "prefill"
 
     def record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the timing as JSON values."""
         drafts = None if self.drafts is None else self.drafts.record()
         rates = {"seconds_to_first_token": self.first, "tokens_per_second": self.rate}
         return rates | {"kernels_compiled": self.compiled, "draft": drafts}
 
     def sentence(self) -> str:
-        """For people."""
+        """Return the timing as text."""
         rate = f", then {self.speed}" if self.rate else ""
         prepared = f"; {duration_text(self.prepared)} in steps that prepared kernels or graphs" if self.prepared else ""
         compiled = f", {self.compiled:,} compiled" if self.compiled else ""

@@ -1,4 +1,4 @@
-"""Kernels that are compiled while a model is loaded: what starts that, and the process that does it."""
+"""Compilation of kernels in the background while a model loads: how it starts, and the process that does it."""
 
 import pickle
 import sys
@@ -53,7 +53,7 @@ class Compiled(NoCompilation):
 
 
 def early_compiler(options: ModelOptions) -> "Popen[str] | None":
-    """A process that waits for what to compile, where a model loaded with these options may need it."""
+    """Start a process that waits for kernels to compile, or return None if these options need no Triton kernels."""
     from dsv4cli.engine.compiling.process import start_early
 
     return None if options.device == "cpu" or options.backend == "torch" else start_early()
@@ -75,7 +75,7 @@ def compiled_meanwhile(
 
 
 def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
-    """Says how many kernels were compiled, and which were not."""
+    """Print how many kernels were compiled, and warn of those that were not."""
     if counts.compiled:
         out.status(compiled_sentence(counts, seconds))
     if counts.failed:
@@ -83,13 +83,13 @@ def report_compiled(out: Output, counts: "Counts", seconds: float) -> None:
 
 
 def compiled_sentence(counts: "Counts", seconds: float) -> str:
-    """How many, how long, and how many were there before."""
+    """Return the number of compiled kernels, the time, and the number already in the cache, as text."""
     there = f"; {counts.present:,} were in the cache" if counts.present else ""
     return f"{counted(counts.compiled, 'kernel')} compiled in {duration_text(seconds)}{there}"
 
 
 def compile_ahead(context: typer.Context, parent: int) -> None:
-    """Compile what the process that has started this one will launch."""
+    """Compile the kernels that the parent process will launch."""
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(parent)

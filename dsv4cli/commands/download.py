@@ -1,4 +1,4 @@
-"""`dsv4 download`: a repository of the Hugging Face hub, or a part of it, here and verified byte for byte."""
+"""`dsv4 download`: download a Hugging Face repository, or a part of it, and verify every byte."""
 
 import time
 from pathlib import Path
@@ -99,7 +99,7 @@ def download(
 
 
 def _carry_out(out: Output, plan: "DownloadPlan", workers: int, policy: "RetryPolicy", started: float) -> None:
-    """Fetches, judges and reports. started: by the monotonic clock."""
+    """Download, verify and report. started: time.monotonic() at the start."""
     from dsv4cli.engine.hub import job
     from dsv4cli.engine.inspection.download import judge
 
@@ -184,7 +184,7 @@ def _show_end(
 
 
 def _as_model(plan: "DownloadPlan") -> str:
-    """What names the download as MODEL, for a shell."""
+    """Return the download as a MODEL argument for a shell."""
     from dsv4cli.engine.checkpoint.names import folder_word
 
     at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"

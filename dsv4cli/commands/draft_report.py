@@ -1,4 +1,4 @@
-"""What `dsv4 run` and `dsv4 chat` tell of drafts: what they came to, or why there are none."""
+"""Draft statistics of `dsv4 run` and `dsv4 chat`, or the reason why drafts are off."""
 
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def draft_words(report: "DraftReport") -> str:
-    """What drafts came to."""
+    """Return tokens per step and the acceptance rate, as text."""
     per_step = report.tokens_per_step
     if per_step is None or not report.drafted:
         return f"none ({report.drafter})"
@@ -21,13 +21,13 @@ def draft_words(report: "DraftReport") -> str:
 
 
 def report_drafts(out: Output, report: "DraftReport | None") -> None:
-    """Says what drafts came to; nothing where no step could have had any."""
+    """Print the draft statistics, if any step could have had drafts."""
     if report is not None and report.steps:
         out.status(f"drafts: {draft_words(report)}")
 
 
 def report_no_drafter(out: Output, config: "ModelConfig", model: "Transformer", drafting: "Drafting") -> None:
-    """Says why a drafter that the checkpoint's `config` has was not loaded, where the user has not asked for that."""
+    """Print why the checkpoint's drafter was not loaded, unless the user turned drafting off."""
     from dsv4cli.engine.weights.offload import offload_of
 
     if drafting.most is not None or config.drafter == "none" or model.config.drafter != "none":

@@ -1,10 +1,10 @@
-"""A line about a folder that has the name of a known model."""
+"""Hint about a folder that has the name of a known model."""
 
 from dsv4cli.output import Output
 
 
 def note_hidden_folder(out: Output, name: str) -> None:
-    """Print how to name a folder that has the name of a known model, if there is one."""
+    """Print how to select a folder that has the name of a known model, if there is one."""
     from dsv4cli.engine.checkpoint.names import hidden_folder
 
     if folder := hidden_folder(name):

@@ -70,14 +70,14 @@ class Job:
 
     @cached_property
     def device(self) -> "torch.device":
-        """The device that the option names."""
+        """The device that the options select."""
         from dsv4cli.engine.system.device import resolve_device
 
         return resolve_device(self.device_name)
 
     @cached_property
     def kernels(self) -> 'Literal["triton", "torch"]':
-        """The backend that computes there."""
+        """The backend for this device."""
         from dsv4cli.engine.system.backend import resolve_backend
 
         return resolve_backend(self.backend, self.device)
@@ -127,7 +127,7 @@ class Job:
 
     @property
     def numerics(self) -> "Numerics":
-        """How the model computes."""
+        """The model's numerics."""
         import torch
 
         from dsv4cli.engine.model.numerics import Numerics
@@ -183,7 +183,7 @@ class Job:
 
 
 def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find | None" = None) -> Job:
-    """The job that the options ask for; `find` finds the model by its name. Raises Dsv4Error."""
+    """Return the job that the options describe. `find` resolves the model's name. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.settings import Limits, parse_drafting
 
@@ -223,7 +223,7 @@ def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource"
 
 
 def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:
-    """Says what could have been meant as special tokens, and is not."""
+    """Warn of text that looks like special tokens but is treated as text."""
     if lookalikes:
         out.warning(
             f"{' '.join(lookalikes)} in a message is text, not a special token; to parse it, use --special-tokens"

@@ -1,4 +1,4 @@
-"""Experts that do not fit on the GPU: the memory that `dsv4 run` and `dsv4 chat` may use, and what they report."""
+"""Experts in host memory: memory limits of `dsv4 run` and `dsv4 chat`, and what they report."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def memory_limits(gpu_memory: str | None, host_memory: str | None) -> "MemoryLimits":
-    """What --gpu-memory and --host-memory allow. Raises UsageError."""
+    """Return the limits that --gpu-memory and --host-memory set. Raises UsageError."""
     from dsv4cli.engine.settings import parse_size
     from dsv4cli.engine.weights.placement import MemoryLimits
 
@@ -20,7 +20,7 @@ def memory_limits(gpu_memory: str | None, host_memory: str | None) -> "MemoryLim
 
 
 def division_sentence(experts: "ExpertOffload") -> str:
-    """How many lie where."""
+    """Return how many experts are on the GPU and in host memory, as text."""
     plan, division = experts.plan, experts.plan.division
     return (
         f"{division.rows} of each layer's {division.experts} experts fit on the GPU; {division.offloaded} "
@@ -29,7 +29,7 @@ def division_sentence(experts: "ExpertOffload") -> str:
 
 
 def report_traffic(out: Output, experts: "ExpertOffload | None") -> None:
-    """Says how often experts lay on the GPU, and what came from host memory; nothing where all fit."""
+    """Print the hit rate of experts on the GPU and the bytes copied from host memory; nothing if all experts fit."""
     if experts is not None:
         traffic = experts.traffic()
         rate, per_token = traffic.found / max(traffic.chosen, 1), traffic.nbytes // max(traffic.tokens, 1)

@@ -1,4 +1,4 @@
-"""`--tp N`: this process as rank 0 of several on this machine, and the part of the others."""
+"""`--tp N`: this process as rank 0 of N on this machine, and the entry point of the other ranks."""
 
 import os
 import signal
@@ -28,9 +28,10 @@ SHARED = (
 
 @contextmanager
 def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
-    """Starts the other ranks with the same model: the job as rank 0 carries it out.
+    """Start the other ranks with the same model, and yield the job as rank 0 runs it.
 
-    Raises UsageError, CheckpointError or UnsupportedHardware for a model or a machine that so many ranks do not suit.
+    Raises:
+        UsageError, CheckpointError, UnsupportedHardware: This number of ranks does not suit the model or the machine.
     """
     job.out.status(f"starting {size} ranks")
     check_shares(job, size)
@@ -71,7 +72,7 @@ def opened_in_ranks(
 
 
 def _report_lost_rank(out: Output) -> Callable[[RankLost], None]:
-    """Says which rank has ended, on a terminal as it is now: what changes it meanwhile does not come to its end."""
+    """Return a function that reports a lost rank. It first restores the terminal to its current state."""
     restore = terminal_as_it_was()
 
     def report(error: RankLost) -> None:
@@ -84,7 +85,7 @@ def _report_lost_rank(out: Output) -> Callable[[RankLost], None]:
 
 
 def left_by(out: Output) -> Callable[[int], None]:
-    """What to do when a signal ends this process while it waits in C."""
+    """Return a function that restores the terminal when a signal ends this process while it waits in C code."""
     restore = terminal_as_it_was()
 
     def leave(number: int) -> None:
@@ -97,7 +98,7 @@ def left_by(out: Output) -> Callable[[int], None]:
 
 
 def follow(context: typer.Context, leader: int, device: str, port: int, rank: int, size: int) -> None:
-    """Take part in what another process leads: silent, until there are no more orders."""
+    """Follow another process as a rank: run its orders silently until there are none left."""
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(leader)
@@ -112,7 +113,7 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
 
 
 def follow_leader(job: Job, world: "World") -> None:
-    """Loads this rank's part of the job's model and runs what the leader's engine runs, in silence."""
+    """Load this rank's part of the model and run the leader's steps, silently."""
     from dsv4cli.engine.runtime.follower import follow
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
@@ -123,7 +124,7 @@ def follow_leader(job: Job, world: "World") -> None:
 
 
 def check_shares(job: Job, size: int) -> None:
-    """Raises UsageError or CheckpointError for a model that so many ranks do not divide."""
+    """Raise UsageError or CheckpointError if the model cannot be split over this number of ranks."""
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
 

@@ -1,4 +1,4 @@
-"""How far a long prompt is read, on a terminal, where its answer will stand."""
+"""Prefill progress of long prompts, shown on a terminal where the answer will appear."""
 
 from time import perf_counter
 
@@ -9,14 +9,14 @@ MANY_TOKENS = 1000
 
 
 class Reading:
-    """The reading of one prompt, or of several together."""
+    """Prefill progress of one prompt, or of several in one batch."""
 
     def __init__(self, out: Output) -> None:
         self._out = out
         self._begun: tuple[float, int] | None = None  # when, and how many tokens had been read then
 
     def show(self, done: int, total: int) -> None:
-        """Shows how many tokens have been read, how fast and how long the others will take, until all have been."""
+        """Show how many prompt tokens are prefilled, the speed and the remaining time, until all are."""
         if not done < total >= MANY_TOKENS:
             self._out.wait("")
             return

@@ -1,4 +1,4 @@
-"""The terminal while the model is busy: keys wait unseen, and whatever ends the program finds it as it was."""
+"""Terminal state while the model is busy: keys are buffered without echo, and every exit restores the terminal."""
 
 import os
 import signal
@@ -20,9 +20,9 @@ SILENT = 0.05
 
 @contextmanager
 def keys_wait() -> Iterator[None]:
-    """The model is loaded, or answers, on a terminal: keys are kept for the next input and not shown between its words.
+    """Buffer typed keys for the next input, without echo, while the model loads or answers.
 
-    Ctrl-Z suspends the program with the terminal as it was.
+    Ctrl-Z suspends the program and restores the terminal.
     """
     if sys.stdin is None or not sys.stdin.isatty():
         yield
@@ -65,7 +65,7 @@ def _show_no_keys() -> None:
 
 
 def in_foreground() -> bool:
-    """Whether the keys are for this program, as far as the terminal of stdin decides about jobs."""
+    """Return whether this process group has the terminal of stdin."""
     try:
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     except OSError:
@@ -74,7 +74,7 @@ def in_foreground() -> bool:
 
 @contextmanager
 def pastes_marked() -> Iterator[None]:
-    """Have the terminal mark the ends of a paste, whenever it comes, for an editor to take its lines as one message."""
+    """Enable bracketed paste during the block, so that an editor can take pasted lines as one message."""
     number = sys.stdout.fileno()
     _marking.append(number)
     try:
@@ -86,12 +86,12 @@ def pastes_marked() -> Iterator[None]:
 
 
 def mark_pastes() -> None:
-    """Turn the marks on again, where `pastes_marked` runs, after another program or an editor has turned them off."""
+    """Enable bracketed paste again, inside `pastes_marked`, after an editor or another program has disabled it."""
     _tell_terminals(_MARK_PASTES)
 
 
 def leave_pastes() -> None:
-    """Turn the marks off for whoever has the terminal next."""
+    """Disable bracketed paste for the terminal's next user."""
     _tell_terminals(_LEAVE_PASTES)
 
 
@@ -102,7 +102,7 @@ def _tell_terminals(code: bytes) -> None:
 
 
 def drop_typed_ahead() -> None:
-    """Forget the keys that wait for the next input, those too for which the terminal's buffer had no room yet."""
+    """Discard keys typed ahead for the next input, including those that do not fit in the terminal's buffer yet."""
     import termios
     from select import select
 
@@ -120,7 +120,7 @@ def drop_typed_ahead() -> None:
 
 
 def terminal_as_it_was() -> Callable[[], None]:
-    """What makes the terminal again what it is now, or what it was before `keys_wait`; nothing where there is none."""
+    """Return a function that restores the terminal's current mode, or its mode before `keys_wait`."""
     if sys.stdin is None or not sys.stdin.isatty():
         return lambda: None
     if _restores:

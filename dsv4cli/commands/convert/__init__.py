@@ -1,4 +1,4 @@
-"""`dsv4 convert`: a checkpoint in another layout, streamed, resumable, and compared with its source."""
+"""`dsv4 convert`: convert a checkpoint to another layout. Streams, resumes, and compares the output with its source."""
 
 import time
 from collections.abc import Iterator

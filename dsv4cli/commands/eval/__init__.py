@@ -1,4 +1,4 @@
-"""`dsv4 eval`: how many questions of a file a model has right, and whether it is as good as another."""
+"""`dsv4 eval`: score a model on a file of questions, and compare it with another model."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""`dsv4 inspect`: what a model is, whether it would load, how large it is; and what an option asks beyond that."""
+"""`dsv4 inspect`: what a model is, whether it would load, how large it is, and further questions by option."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -109,12 +109,12 @@ _Question = Callable[["_Section", "Inspection"], bool]
 
 
 class _Section(Output):
-    """An Output whose document is a section of another one."""
+    """An Output whose document becomes a section of another document."""
 
     value: Mapping[str, Any] | None = None
 
     def document(self, value: Mapping[str, Any]) -> None:
-        """Keeps it."""
+        """Keep the document."""
         self.value = value
 
 
@@ -199,7 +199,7 @@ def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:
 
 
 def _is_unknown(result: "Inspection") -> bool:
-    """Whether nothing more can be said, for the problem that is told."""
+    """Return whether the reported problem leaves nothing more to say about the model."""
     return result.problem is not None and result.identity is None
 
 

@@ -1,4 +1,4 @@
-"""`dsv4 profile`: how long the model's operations and whole steps take on this machine, and what is compiled for it."""
+"""`dsv4 profile`: time a model's operations and steps on this machine, and compile its kernels in advance."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any

@@ -1,4 +1,4 @@
-"""`dsv4 run`: prompts in, answers out; or, with --score, how likely the model finds given texts."""
+"""`dsv4 run`: answer prompts, or with --score compute the log-probabilities of texts."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -112,14 +112,14 @@ def run(
 
 
 def _without_drafts(job: Job) -> Job:
-    """The same where nothing is drawn."""
+    """Return the job without drafting, for modes that sample no tokens."""
     from dsv4cli.engine.settings import NO_DRAFTS
 
     return replace(job, drafting=NO_DRAFTS)
 
 
 class Inputs(NamedTuple):
-    """Where the questions come from, and the answers to many go; what is not given is None."""
+    """Sources of the prompts and destination of the answers; None for options that are not given."""
 
     prompt: str | None
     files: list[Path]
@@ -134,7 +134,7 @@ class Inputs(NamedTuple):
 
 
 def _work(job: Job, given: Inputs, only_show: bool) -> Work:
-    """The mode, and the inputs read for it."""
+    """Return the mode and its inputs."""
     from dsv4cli.engine.text.inputs import read_scores
 
     if given.score is not None:
@@ -149,7 +149,7 @@ def _work(job: Job, given: Inputs, only_show: bool) -> Work:
 
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
-    """Raises UsageError for options that cannot be, or cannot be together."""
+    """Raise UsageError for invalid options and combinations."""
     from dsv4cli.engine.settings import check_device
     from dsv4cli.engine.text.questions import check_samples
 
@@ -181,7 +181,7 @@ def _check_modes(given: Inputs) -> None:
 
 
 def _apart(option: str, others: Mapping[str, object]) -> None:
-    """Raises UsageError for another option beside this one."""
+    """Raise UsageError if one of the others is combined with this option."""
     for name, value in others.items():
         if value is not None:
             raise UsageError(f"{name} and {option} cannot be combined", "use one of them")

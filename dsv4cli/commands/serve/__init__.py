@@ -1,4 +1,4 @@
-"""`dsv4 serve`: the model behind an API that clients already speak."""
+"""`dsv4 serve`: serve the model with the OpenAI and Anthropic APIs."""
 
 from dataclasses import replace
 from pathlib import Path

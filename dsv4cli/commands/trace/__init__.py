@@ -1,4 +1,4 @@
-"""`dsv4 trace`: where two computations of the same tokens part."""
+"""`dsv4 trace`: find where two computations of the same tokens diverge."""
 
 from dsv4cli.command import Application
 from dsv4cli.commands.trace.bisect import BISECT_EXAMPLES, bisect

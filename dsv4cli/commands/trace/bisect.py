@@ -1,4 +1,4 @@
-"""`dsv4 trace bisect`: records two sides and says where they part."""
+"""`dsv4 trace bisect`: record two sides and find where they diverge."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -118,7 +118,7 @@ def bisect(
 
 
 def _check(change: SideOptions, *, slots: bool) -> None:
-    """Raises UsageError for options that say nothing, or too much."""
+    """Raise UsageError if the options select no change, or --slots and another one."""
     if slots == (change != SideOptions()):
         raise UsageError(
             "--slots cannot be combined with other changes" if slots else "no option says how the other side differs",

@@ -1,4 +1,4 @@
-"""`dsv4 trace compare`: where two recordings part."""
+"""`dsv4 trace compare`: find where two recordings diverge."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`dsv4 trace record`: writes what the blocks of a model take and give."""
+"""`dsv4 trace record`: record the inputs and outputs of a model's blocks."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
