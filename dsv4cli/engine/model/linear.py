@@ -61,8 +61,7 @@ class Linear(MatrixParameters):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N] for x [T, K], both in the dtype of the numerics."""
-        matrix, kind = self.projection
-        return gemm.rounded_linear(x, matrix) if kind == "rounded" else gemm.linear(x, matrix)
+        return gemm.project_one(x, self.projection)
 
 
 class GroupedLinear(MatrixParameters):
@@ -87,7 +86,7 @@ class Fp32Linear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return fp32 [T, N] for x [T, K]."""
-        return gemm.linear_fp32(x, self.weight)
+        return gemm.project_one(x, self.projection)
 
 
 class RMSNorm(nn.Module):

@@ -15,7 +15,7 @@ Operation = Callable[..., Any]  # returns a tensor, or a tuple of tensors and No
 
 
 def stored_matrices(arguments: Sequence[torch.Tensor]) -> list[StoredMatrix]:
-    """Return the matrices whose weight, scale and scale_2 follow each other in an operation's arguments."""
+    """Return the matrices whose parts are an operation's arguments, one matrix after another."""
     count = len(StoredMatrix._fields)
     return [StoredMatrix(*arguments[first : first + count]) for first in range(0, len(arguments), count)]
 

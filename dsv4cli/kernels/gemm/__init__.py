@@ -70,6 +70,13 @@ def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return choose(x, ref).grouped_linear(x, matrix)
 
 
+def project_one(x: torch.Tensor, item: Projection) -> torch.Tensor:
+    """Return the output of one linear over x [T, K]."""
+    if item.kind == "fp32":
+        return linear_fp32(x, item.matrix.weight)
+    return (rounded_linear if item.kind == "rounded" else linear)(x, item.matrix)
+
+
 def project(
     x: torch.Tensor, items: Sequence[Projection], norm: tuple[torch.Tensor, float] | None = None
 ) -> list[torch.Tensor]:
@@ -79,7 +86,7 @@ def project(
     """
     if any(one.matrix.scale_2 is not None for one in items):
         x = x if norm is None else rms_norm(x, *norm)
-        return [_single(x, one) for one in items]
+        return [project_one(x, one) for one in items]
     rounded, plain, fp32 = ([one.matrix for one in items if one.kind == kind] for kind in get_args(Kind))
     if norm is None:
         outputs = linears(x, rounded, plain, [matrix.weight for matrix in fp32])
@@ -87,13 +94,6 @@ def project(
         outputs = (*normed_linears(x, *norm, rounded, plain), [])
     of_kind = dict(zip(get_args(Kind), map(iter, outputs), strict=True))
     return [next(of_kind[one.kind]) for one in items]
-
-
-def _single(x: torch.Tensor, one: Projection) -> torch.Tensor:
-    """Return one projection's output."""
-    if one.kind == "fp32":
-        return linear_fp32(x, one.matrix.weight)
-    return (rounded_linear if one.kind == "rounded" else linear)(x, one.matrix)
 
 
 def linears(

@@ -16,7 +16,6 @@ class Product:
     """One linear of a launch.
 
     Attributes:
-        matrix: without scale_2.
         rounded: whether its input is rounded to FP8.
         dtype: of the result.
     """
@@ -24,16 +23,6 @@ class Product:
     matrix: StoredMatrix
     rounded: bool
     dtype: torch.dtype
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The matrix's weight."""
-        return self.matrix.weight
-
-    @property
-    def scale(self) -> torch.Tensor | None:
-        """The matrix's block scales."""
-        return self.matrix.scale
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class Norm:
 
 def runs_alike(products: Sequence[Product]) -> tuple[int, ...]:
     """Return the first index of each run of products that need the same instructions, then the number of products."""
-    kinds = [(p.weight.dtype, p.scale is not None and p.scale.dtype, p.rounded, p.dtype) for p in products]
+    kinds = [(*(part is not None and part.dtype for part in p.matrix), p.rounded, p.dtype) for p in products]
     return *(i for i in range(len(kinds)) if not i or kinds[i] != kinds[i - 1]), len(kinds)
 
 

@@ -56,7 +56,7 @@ def multiply(
         starts.append(starts[-1] + cdiv(n, ROWS * times))
     _few_rows[(starts[-1], groups)](
         x, norm and norm.weight,
-        tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results),
+        tuple(p.matrix.weight for p in products), tuple(bits(p.matrix.scale) for p in products), tuple(results),
         tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers,
         runs_alike(products), width, tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps,
         **overlap(x), **({"maxnreg": registers} if registers else {}),
@@ -82,7 +82,7 @@ class FewRowsTiles(NamedTuple):
 def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles:
     """Return the fastest tiles measured on an H200, the same for any number of rows."""
     steps = x.shape[2] // FP8_BLOCK
-    tiles = sum(cdiv(p.weight.shape[0], ROWS) for p in products)
+    tiles = sum(cdiv(p.matrix.weight.shape[0], ROWS) for p in products)
     times = 1
     if steps <= 16:
         # preparing the inputs once serves many rows
@@ -91,7 +91,7 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
     ahead, registers = (2, 0)
-    if all(p.scale is not None for p in products):
+    if all(p.matrix.scale is not None for p in products):
         # if there are more than two programs for each of 132 multiprocessors, 168 registers allow three of four warps
         ahead, registers = (4, 128 if times == 1 else 168 if tiles > 256 * times else 0)
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)

@@ -90,16 +90,17 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
         )
     if any(p.rounded for p in products) and width % 128:
         raise KernelUnsupported(f"rounding an input requires whole blocks of 128 columns, not {width}")
-    if not all(p.weight.is_contiguous() and (p.scale is None or p.scale.is_contiguous()) for p in products):
+    if not all(part is None or part.is_contiguous() for p in products for part in p.matrix):
         raise KernelUnsupported("the Triton linear requires whole weights, not slices of columns")
     results = [
-        torch.empty(tokens, groups, p.weight.shape[0] // groups, dtype=p.dtype, device=x.device) for p in products
+        torch.empty(tokens, groups, p.matrix.weight.shape[0] // groups, dtype=p.dtype, device=x.device)
+        for p in products
     ]
     if not tokens or not products:
         return results
     if planned_rows(tokens) > 1 and all(few_rows.takes(x, p.matrix) for p in products):
         few_rows.multiply(x, norm, products, results, few_rows.few_rows_tiles(x, products))
-    elif planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.weight) for p in products):
+    elif planned_rows(tokens) > _few(products) and all(swap_ab.takes(x, p.matrix.weight) for p in products):
         swap_ab.multiply(x, products, results, swap_ab.swap_tiles(x, products))
     else:
         _launch(x, norm, products, results, gemv_tiles(x, products))
@@ -108,7 +109,8 @@ def _multiply(x: torch.Tensor, products: Sequence[Product], norm: Norm | None = 
 
 def _few(products: Sequence[Product]) -> int:
     """Return how many tokens are multiplied here even if tensor cores support the products."""
-    size, coded = sum(p.weight.nbytes for p in products), sum(p.weight.nbytes for p in products if p.scale is not None)
+    size = sum(p.matrix.weight.nbytes for p in products)
+    coded = sum(p.matrix.weight.nbytes for p in products if p.matrix.scale is not None)
     return 2 if size <= _SMALL_BYTES and coded <= _SMALL_FP8 else 1
 
 
@@ -124,13 +126,13 @@ def _launch(
     numbers = tuple(y.shape[-1] for y in results)
     starts, times = [0], []
     for n, p in zip(numbers, products, strict=True):
-        times.append(max(1, size // (rows * width * p.weight.itemsize)))
+        times.append(max(1, size // (rows * width * p.matrix.weight.itemsize)))
         starts.append(starts[-1] + cdiv(n, rows * times[-1]))
     _rows[(starts[-1], groups, cdiv(tokens, together))](
-        x, norm and norm.weight, tuple(bits(p.weight) for p in products), tuple(bits(p.scale) for p in products),
-        tuple(results), tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), tuple(times),
-        numbers, runs_alike(products), width, tuple(p.rounded for p in products), has_fp8(x), rows,
-        max(128, next_power_of_2(width)), together,
+        x, norm and norm.weight, tuple(bits(p.matrix.weight) for p in products),
+        tuple(bits(p.matrix.scale) for p in products), tuple(results), tokens, x.stride(0), x.stride(1),
+        norm.eps if norm else 0.0, tuple(starts), tuple(times), numbers, runs_alike(products), width,
+        tuple(p.rounded for p in products), has_fp8(x), rows, max(128, next_power_of_2(width)), together,
         together == 1 and starts[-1] * groups * warps <= _AT_ONCE, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
@@ -148,8 +150,8 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     """Return the fastest tiles measured on an H200."""
     tokens, groups, columns = x.shape
     alone = planned_rows(tokens) == 1
-    width = max(128, next_power_of_2(columns)) * max(p.weight.itemsize for p in products)
-    size = sum(p.weight.nbytes for p in products)
+    width = max(128, next_power_of_2(columns)) * max(p.matrix.weight.itemsize for p in products)
+    size = sum(p.matrix.weight.nbytes for p in products)
     rows, warps, each = (8, 4, 0) if width <= 1024 else (4, min(16, max(4, width // 1024)), 0)
     if alone and width <= 1024 and size > 16e6:
         rows, warps, each = (8, 4, 65_536) if size > 35e6 else (8, 2, 32_768) if size > 32e6 else (8, 4, 16_384)
@@ -158,7 +160,7 @@ def gemv_tiles(x: torch.Tensor, products: Sequence[Product]) -> GemvTiles:
     elif alone and width == 8192 and len(products) > 1:
         rows, each = 2, 16_384
     # all rows of a program must be in one group
-    while groups > 1 and any(p.weight.shape[0] // groups % rows for p in products):
+    while groups > 1 and any(p.matrix.weight.shape[0] // groups % rows for p in products):
         rows //= 2
     return GemvTiles(rows, warps, min(2, tokens), each)
 

@@ -53,8 +53,8 @@ def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.T
     parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swap_ab[(starts[-1], groups, splits)](
-        x, coded, tuple(p.weight for p in products), tuple(bits(p.scale) for p in products), tuple(results), parts,
-        words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers,
+        x, coded, tuple(p.matrix.weight for p in products), tuple(bits(p.matrix.scale) for p in products),
+        tuple(results), parts, words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers,
         runs_alike(products), width, tuple(p.rounded for p in products), cdiv(cdiv(width, _STEP.value), splits), rows,
         columns, splits, stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
@@ -72,8 +72,8 @@ class SwapTiles(NamedTuple):
 def swap_tiles(x: torch.Tensor, products: Sequence[Product]) -> SwapTiles:
     """Return the fastest tiles measured on an H200."""
     tokens, steps = x.shape[0], cdiv(x.shape[2], _STEP.value)
-    coded = [p.scale is not None for p in products]
-    tiles = sum(cdiv(p.weight.shape[0], 128) for p in products)
+    coded = [p.matrix.scale is not None for p in products]
+    tiles = sum(cdiv(p.matrix.weight.shape[0], 128) for p in products)
     if tokens <= OWN and any(coded) and tiles * steps >= 1024:
         splits = _splits(tiles, 256, steps // 4 if steps > 8 else 1)
         return SwapTiles(128, splits, 3 if all(coded) else 2, 8)
