@@ -1,4 +1,4 @@
-"""`dsv4 chat`: a conversation, on a terminal or through pipes."""
+"""`dsv4 chat`: a conversation on a terminal or through pipes."""
 
 import math
 import sys
@@ -118,7 +118,7 @@ def _on_terminal() -> bool:
 
 
 def _edits(term: str) -> bool:
-    """Whether messages come from prompt_toolkit's editor; it is not imported for that."""
+    """Return whether prompt_toolkit's editor reads the messages, without importing it."""
     return _on_terminal() and term != "dumb" and find_spec("prompt_toolkit") is not None
 
 
@@ -148,7 +148,7 @@ def _models(
     key_file: Path | None,
     ranks: int,
 ) -> Models | ServerModels:
-    """The models that may answer: of a server, where the session has one, or of this machine. Raises Dsv4Error."""
+    """Return the session's models: of its server, or of this machine. Raises Dsv4Error."""
     if session.choices.url is None:
         check_no_key(key_file)
         return _local(out, session, named.model, options, ranks)
@@ -172,14 +172,14 @@ def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> J
 
 
 def _led(options: ModelOptions, session: Session) -> ModelOptions:
-    """The options as the session has chosen them."""
+    """Return the options with the session's choices."""
     chosen = asdict(session.choices)
     del chosen["url"]
     return replace(options, **chosen)
 
 
 class Display(NamedTuple):
-    """How a conversation is led and shown."""
+    """How a conversation is shown."""
 
     think_budget: int | None
     show_thinking: bool
@@ -189,7 +189,7 @@ class Display(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """How calls are carried out."""
+    """How tool calls are run."""
 
     command: list[str]
     seconds: float
@@ -205,7 +205,7 @@ def _start(
     calls: CallOptions,
     history: Path | None,
 ) -> None:
-    """Loads the model, or finds its server, and leads the conversation."""
+    """Load the model, or connect to its server, and run the conversation."""
     terminal = _on_terminal()
     with models:
         with keys_wait():
@@ -226,7 +226,7 @@ def _start(
 
 
 def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> CallOptions:
-    """How calls are carried out. Raises UsageError, also where it needs a word of consent and nobody can give it."""
+    """Return the options of tool calls. Raises UsageError, also if calls need confirmation and there is no terminal."""
     from dsv4cli.engine.settings import require
 
     require(0 < seconds < math.inf, "--tool-timeout", seconds, "use more than 0 seconds")
@@ -238,7 +238,7 @@ def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Cal
 
 
 def _input(chat: Chat, term: str, history: Path | None) -> Input:
-    """The best way to read messages that there is here."""
+    """Return the best input that is available here."""
     if sys.stdin is None or not sys.stdin.isatty():
         return Lines()
     if not chat.on_terminal or term == "dumb":

@@ -1,4 +1,4 @@
-"""Where a session of `dsv4 chat` begins: the last one, one of the list, a file, or anew."""
+"""How a session of `dsv4 chat` starts: new, from the last one, from the list, or from a file."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,7 +26,10 @@ class Beginning(NamedTuple):
 def begin_session(
     out: Output, begin: Beginning, system: str | None, tools: Path | None, given: dict[str, Any]
 ) -> Session:
-    """The session to begin with, led as it was but for what is given. Raises UsageError; exits where it only lists."""
+    """Return the session to start with, with `given` choices replacing its own.
+
+    Raises UsageError. Exits after listing, if only a list was requested.
+    """
     if begin.listed:
         _list_sessions(out, begin.folder)
     ways = {"--continue": begin.go_on, "--resume": begin.resume is not None, "--session": begin.file is not None}
@@ -55,7 +58,7 @@ def begin_session(
 
 
 def given_choices(context: typer.Context, choices: SessionChoices) -> dict[str, Any]:
-    """Those of the choices that stand on the command line."""
+    """Return the choices that were set on the command line."""
     return {
         name: value
         for name, value in asdict(choices).items()
@@ -64,7 +67,7 @@ def given_choices(context: typer.Context, choices: SessionChoices) -> dict[str, 
 
 
 def _list_sessions(out: Output, folder: Path) -> NoReturn:
-    """Prints the sessions, and exits."""
+    """Print the sessions and exit."""
     rows = session_rows(folder)
     if rows:
         out.table(rows)

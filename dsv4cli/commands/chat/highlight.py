@@ -1,4 +1,4 @@
-"""Lines of code in colours, one after the other, as they come."""
+"""Syntax highlighting of streamed code, line by line."""
 
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -34,14 +34,14 @@ SLOW = 0.25
 
 
 class Code:
-    """A block of code in a language by its usual name; without colours for one that Pygments does not know."""
+    """A block of code in a named language; not highlighted if Pygments does not know it."""
 
     def __init__(self, language: str) -> None:
         self._lexer = _lexer(language)
         self._lines: list[str] = []
 
     def push(self, line: str) -> list[Run]:
-        """The next line in its colours; every character of it is kept."""
+        """Return the next line in its colors; no character is lost."""
         if self._lexer is None or len(line) > LONGEST_LINE:
             return [Run(line)]
         self._lines.append(line)

@@ -19,11 +19,11 @@ END_KEY = "\x04"
 
 
 class InputLost(UsageError):
-    """There is no more input, for it cannot be read."""
+    """The input cannot be read any more."""
 
 
 class Input(Protocol):
-    """One way to read messages; `edits` says whether a draft is taken up."""
+    """A source of messages. `edits`: whether it can start with a draft."""
 
     edits: bool
 
@@ -39,12 +39,12 @@ class Input(Protocol):
 
 
 class Lines:
-    """Messages of a pipe or a file: one a line."""
+    """Messages from a pipe or a file, one per line."""
 
     edits = False
 
     def read(self, draft: str) -> str:
-        """The next line; a draft has nobody to finish it."""
+        """Return the next line. The draft is ignored: nobody can finish it."""
         from dsv4cli.engine.text.inputs import decoded
 
         try:
@@ -63,7 +63,7 @@ class Lines:
 
 
 class Plain:
-    """A terminal without prompt_toolkit: a line, or the lines between triple quotes."""
+    """Input from a terminal without prompt_toolkit: one line, or several between triple quotes."""
 
     edits = False
 
@@ -71,7 +71,7 @@ class Plain:
         self._out = out
 
     def read(self, draft: str) -> str:
-        """The next message."""
+        """Return the next message."""
         try:
             text = self._line(PROMPT, draft)
             while open_quotes(text):
@@ -102,7 +102,7 @@ class Plain:
 
 
 class Readline(Plain):
-    """The same with the keys of Python's readline. ImportError where Python has none."""
+    """`Plain` with the keys of Python's readline. Raises ImportError if Python has none."""
 
     edits = True
 
@@ -121,12 +121,12 @@ class Readline(Plain):
 
 
 def open_quotes(text: str) -> bool:
-    """Whether a message begins with triple quotes that have not been closed."""
+    """Return whether a message starts with triple quotes that are not closed."""
     return text.startswith(QUOTES) and QUOTES not in text[len(QUOTES) :]
 
 
 def unquoted(text: str) -> str:
-    """The message between triple quotes; any other as it is."""
+    """Return the text between triple quotes; any other message unchanged."""
     if not text.startswith(QUOTES):
         return text
     return text[len(QUOTES) :].rstrip().removesuffix(QUOTES).strip("\n")

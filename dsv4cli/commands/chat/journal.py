@@ -1,4 +1,4 @@
-"""The journals of `dsv4 chat`: each session in a file that no kill can take away, and how it is found again."""
+"""Session journals of `dsv4 chat`: crash-safe files, one per session, and how to find them."""
 
 import json
 import os
@@ -23,15 +23,14 @@ START = "start one with `dsv4 chat`; it is saved with its first answer"
 
 
 def state_folder(state_home: Path | None) -> Path:
-    """Where journals and the history of inputs are; the XDG rules let a relative path count as none."""
+    """Return the folder of journals and input history. Ignores a relative XDG_STATE_HOME, as the XDG rules require."""
     home = state_home if state_home is not None and state_home.is_absolute() else Path.home() / ".local" / "state"
     return home / "dsv4"
 
 
 @dataclass(frozen=True)
 class SessionChoices:
-    """What a session is led with beside its messages; temperature and top_p are None for what the model asks for, url
-    for a model in this process."""
+    """Settings of a session. temperature and top_p: None for the model's own. url: None for a model in this process."""
 
     model: str = "nano"
     think: str = "off"
@@ -41,7 +40,7 @@ class SessionChoices:
 
 
 def _check_choices(value: Any) -> SessionChoices:
-    """The choices that a journal has noted. Raises UsageError, ValueError and TypeError for something else."""
+    """Return a journal's choices. Raises UsageError, ValueError or TypeError if they are invalid."""
     from dsv4cli.engine.settings import Sampling
 
     one = SessionChoices(**value)
@@ -53,7 +52,7 @@ def _check_choices(value: Any) -> SessionChoices:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a journal has come to; older ones have noted no choices."""
+    """Contents of a journal. choices: None in journals of older versions."""
 
     messages: "list[Message]"
     tools: "list[Tool]"
@@ -77,7 +76,7 @@ class SessionJournal:
     _choices: SessionChoices | None = None
 
     def write(self, messages: "Sequence[Message]", tools: "Sequence[Tool]", choices: SessionChoices) -> None:
-        """Notes what has changed since the last line; a session without messages begins no journal. Raises OSError."""
+        """Append the changes since the last line. A session without messages starts no journal. Raises OSError."""
         messages, tools = list(messages), list(tools)
         if (messages, tools, choices) == (self._messages, self._tools, self._choices):
             return
@@ -100,7 +99,7 @@ class SessionJournal:
 
     @property
     def name(self) -> str:
-        """What `/sessions` calls it; empty before its first line."""
+        """Name of the session in `/sessions`; empty before the first line."""
         return "" if self._path is None else self._path.stem
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -120,7 +119,7 @@ class SessionJournal:
         self._path = path
 
     def _new_path(self, messages: "Sequence[Message]") -> Path:
-        """A file that nobody else has, still empty."""
+        """Create an empty file with a unique name."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder.parent.chmod(0o700)
         name = "-".join(part for part in (time.strftime("%Y%m%d-%H%M%S"), _slug(first_question(messages))) if part)
@@ -145,23 +144,23 @@ def _append(path: Path, lines: Sequence[dict[str, Any]]) -> None:
 
 
 def first_question(messages: "Sequence[Message]") -> str:
-    """What was asked first, in one line; empty where nothing was."""
+    """Return the first user message on one line; empty if there is none."""
     from dsv4cli.engine.text.turns import text_of
 
     return next((" ".join(text_of(one["content"]).split()) for one in messages if one["role"] == "user"), "")
 
 
 def _slug(text: str) -> str:
-    """The letters and digits of a text as the part of a file's name."""
+    """Return the letters and digits of a text as part of a file name."""
     kept = "".join(character if character.isalnum() else " " for character in text[: 4 * NAME_LENGTH].lower())
     encoding = sys.getfilesystemencoding()  # a name that this cannot say would be an error
     return "-".join(kept.encode(encoding, "ignore").decode(encoding).split())[:NAME_LENGTH].strip("-")
 
 
 def read_journal(path: Path) -> Kept:
-    """The conversation that a journal has come to; a last line that a kill has cut off does not count.
+    """Return the conversation in a journal. An incomplete last line is ignored.
 
-    Raises UsageError for a file that is no journal.
+    Raises UsageError if the file is not a journal.
     """
     from dsv4cli.engine.text.prompt import check_messages, check_tools
 
@@ -184,7 +183,7 @@ def read_journal(path: Path) -> Kept:
 
 
 def journals(folder: Path) -> list[Path]:
-    """The journals, the one written last first, without those that another one goes on with."""
+    """Return the journals, most recently written first, without those continued by another one."""
     paths = {path.stem: path for path in folder.glob("*.jsonl")}
     followed = {_follows(path) for path in paths.values()}
     shown = [path for name, path in paths.items() if name not in followed]
@@ -192,7 +191,7 @@ def journals(folder: Path) -> list[Path]:
 
 
 def _changed(path: Path) -> int:
-    """When it was written last, in ns; 0 where it has just gone."""
+    """Return the time of the last write in ns; 0 if the file is gone."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -209,7 +208,7 @@ def _follows(path: Path) -> str | None:
 
 
 def find_journal(folder: Path, which: str) -> Path:
-    """The journal that a number of `journals` names, its name, or the beginning of one. Raises UsageError."""
+    """Return the journal with this number in `journals`, this name, or this prefix of one name. Raises UsageError."""
     shown = journals(folder)
     if which.isdecimal() and 1 <= int(which) <= len(shown):
         return shown[int(which) - 1]
@@ -224,7 +223,7 @@ def find_journal(folder: Path, which: str) -> Path:
 
 
 def session_rows(folder: Path, most: int | None = None) -> list[list[str]]:
-    """The sessions as a table: number, time of the last change, messages, model, first question."""
+    """Return the sessions as table rows: number, time of the last change, messages, model, first question."""
     return [[f"{number}", *_row(path)] for number, path in enumerate(journals(folder)[:most], 1)]
 
 

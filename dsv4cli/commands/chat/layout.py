@@ -1,4 +1,4 @@
-"""Styled text in lines of a terminal's width, broken at spaces, and between Chinese and Japanese characters."""
+"""Wraps styled text at the terminal's width, at spaces and between Chinese or Japanese characters."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -17,21 +17,21 @@ NARROW = 2
 
 
 class Run(NamedTuple):
-    """Text in one style: parameters of SGR (ECMA-48), joined by semicolons."""
+    """Text in one style. style: SGR parameters (ECMA-48), separated by semicolons."""
 
     text: str
     style: str = ""
 
 
 def width_of(text: str) -> int:
-    """How many columns a terminal needs for it."""
+    """Return the number of terminal columns that a text needs."""
     from rich.cells import cell_len
 
     return cell_len(text)
 
 
 def painted(runs: Sequence[Run], colours: bool = True) -> str:
-    """Runs with their escape codes, or without."""
+    """Return the text of runs, with their escape codes if `colours`."""
     styles = groupby(runs, key=lambda run: run.style if colours else "")
     return "".join(_painted("".join(run.text for run in same), style) for style, same in styles)
 
@@ -41,7 +41,7 @@ def _painted(text: str, style: str) -> str:
 
 
 def split_lines(runs: Sequence[Run]) -> list[list[Run]]:
-    """The runs of each line."""
+    """Split runs into lines."""
     lines: list[list[Run]] = [[]]
     for text, style in runs:
         first, *others = text.split("\n")
@@ -51,13 +51,13 @@ def split_lines(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def wrapped(runs: Sequence[Run], columns: int) -> list[list[Run]]:
-    """A line as lines of at most so many columns; a word that is longer is broken where the line is full."""
+    """Wrap a line at `columns`. A word longer than that is broken."""
     text = "".join(run.text for run in runs)
     return [_slice(runs, begin, end) for begin, end in _spans(text, max(columns, 1))]
 
 
 def hung(runs: Sequence[Run], columns: int, prefix: str, further: str) -> list[list[Run]]:
-    """A line behind its `prefix`, as lines of at most so many columns; `further` begins those after the first."""
+    """Wrap a line at `columns`, with `prefix` before the first line and `further` before the others."""
     style = DIM if ">" in prefix else ""
     if width_of(prefix) > columns // NARROW:
         return wrapped([Run(prefix, style), *runs], columns)
@@ -66,7 +66,7 @@ def hung(runs: Sequence[Run], columns: int, prefix: str, further: str) -> list[l
 
 
 def as_written(line: str, columns: int) -> list[list[Run]]:
-    """A line without marks, as lines of at most so many columns, each behind its margin."""
+    """Wrap a line without Markdown at `columns`, with its own indentation before each line."""
     text = line.expandtabs(4)
     margin = text[: len(text) - len(text.lstrip())]
     return hung([Run(text.strip())], columns, margin, margin)

@@ -1,4 +1,4 @@
-"""The loop of `dsv4 chat`: a message or a command after the other, to the end."""
+"""The main loop of `dsv4 chat`: reads messages and commands until the end."""
 
 import typer
 
@@ -10,9 +10,10 @@ from dsv4cli.output import counted
 
 
 def converse(chat: Chat, source: Input, question: str | None) -> None:
-    """Reads and answers to the end, first the question, if there is one, and elsewhere than on a terminal only that.
+    """Run the conversation until the input ends, starting with the question, if any.
 
-    Exits with 130 when it was Ctrl-C, and in a pipe as the last error would.
+    Without a terminal, a question is answered alone. Exits with 130 after Ctrl-C; without a terminal, exits with the
+    code of the last error.
     """
     code, asked = 0, question
     while question is None or asked is not None or chat.on_terminal:
@@ -41,14 +42,14 @@ def converse(chat: Chat, source: Input, question: str | None) -> None:
 
 
 def _stop(chat: Chat, source: Input) -> None:
-    """What follows Ctrl-C in a turn: what was typed or pasted meanwhile is not asked in its place."""
+    """After Ctrl-C in a turn, discard what was typed or pasted meanwhile."""
     if not chat.on_terminal:
         raise typer.Exit(130)
     source.drop()
 
 
 def greet(chat: Chat) -> None:
-    """What a conversation begins with on a terminal."""
+    """Print the first lines of a conversation."""
     if chat.session.messages:
         chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
     if chat.on_terminal:
@@ -56,7 +57,7 @@ def greet(chat: Chat) -> None:
 
 
 def _take(chat: Chat, line: str, edited: bool) -> None:
-    """A message or a command of the user; edited: a message takes the place of the last question."""
+    """Handle a message or a command. edited: a message replaces the last question."""
     before = list(chat.session.messages)
     question: str | None = line
     if line.startswith("/"):

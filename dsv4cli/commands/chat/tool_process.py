@@ -1,4 +1,4 @@
-"""A command that carries out a call: what it prints is kept within bounds, nothing that it started outlives it."""
+"""Runs a tool command: its output is limited in size, and no process that it starts outlives it."""
 
 import os
 import signal
@@ -17,7 +17,13 @@ CHUNK, DRAIN = 1 << 16, 1.0
 
 @dataclass(frozen=True)
 class Ended:
-    """code: None after the time was up. out: what stdout began with; last_out, last_err: what came last."""
+    """Result of a tool command.
+
+    Attributes:
+        code: Exit code; None after a timeout.
+        out: Beginning of stdout.
+        last_out, last_err: End of stdout and of stderr.
+    """
 
     code: int | None
     out: str
@@ -28,9 +34,13 @@ class Ended:
 
 
 def carry_out(command: Sequence[str], text: str, seconds: float, kept: int) -> Ended:
-    """Runs a command with a text on its stdin, for so many seconds at most, and keeps so many bytes of what it prints.
+    """Run a command with a text on stdin, and return its result.
 
-    It has a session of its own, so that whatever it has started ends with it. Raises OSError.
+    The command gets a session of its own, so that all processes it starts end with it. Raises OSError.
+
+    Args:
+        seconds: Timeout.
+        kept: Maximum bytes kept of the beginning, and of the end, of each stream.
     """
     with tempfile.TemporaryFile() as stdin:  # no command is stuck with it, whether or not it reads
         stdin.write(text.encode(errors="replace"))
@@ -55,7 +65,7 @@ def carry_out(command: Sequence[str], text: str, seconds: float, kept: int) -> E
 
 
 class _Pipe(Thread):
-    """Reads a pipe to its end, and keeps so many bytes of its beginning and as many of its end."""
+    """Reads a pipe to its end and keeps at most `kept` bytes of its beginning and of its end."""
 
     def __init__(self, stream: IO[bytes], kept: int) -> None:
         super().__init__(daemon=True)
@@ -65,7 +75,7 @@ class _Pipe(Thread):
         self.start()
 
     def run(self) -> None:
-        """Until the last process that writes to it has ended."""
+        """Read until the last process that writes to the pipe has ended."""
         with self._stream:
             while chunk := self._stream.read(CHUNK):
                 self.size += len(chunk)
@@ -74,5 +84,5 @@ class _Pipe(Thread):
 
 
 def _text(data: bytes) -> str:
-    """The bytes as text, less a character that is cut at their end and the line break there."""
+    """Decode bytes, without a character cut off at the end and without trailing line breaks."""
     return getincrementaldecoder("utf-8")("replace").decode(data).rstrip()

@@ -1,4 +1,4 @@
-"""How `dsv4 eval` asks a model: what the file of results lacks, with progress."""
+"""How `dsv4 eval` asks a model the questions that the results file lacks, with progress."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,8 +34,13 @@ class EvalOptions:
 
 @dataclass
 class ModelResults:
-    """The results of one model in the order of the items. asked: how many were asked now, in how many seconds.
-    header: of which model, how asked, as the first line of a file has it."""
+    """Results of one model, in the order of the items.
+
+    Attributes:
+        header: The model and the settings, as on the first line of a results file.
+        asked: Number of questions asked in this run.
+        seconds: Time of this run.
+    """
 
     questions: "EvalSet"
     header: dict[str, Any]
@@ -54,12 +59,12 @@ class Asking(NamedTuple):
 
 
 def beside(out: Path | None) -> Path | None:
-    """Where the results of the other model go."""
+    """Return the results file of the other model."""
     return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
 
 
 def questions_of(given: EvalOptions) -> "EvalSet":
-    """The questions that are asked. Raises UsageError that names every bad one."""
+    """Return the questions to ask. Raises UsageError that names every invalid one."""
     from dsv4cli.engine.evaluation.forms import read_set
 
     return read_set(given.file, given.by_answer).first(given.limit)
@@ -100,7 +105,7 @@ def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
 
 
 def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
-    """The results of a file. Raises UsageError where it has others, or not all."""
+    """Return the results in a file. Raises UsageError if they are for other questions or incomplete."""
     from dsv4cli.engine.evaluation.results import read_results
 
     header, outcomes = read_results(path)
@@ -133,7 +138,7 @@ def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalRequest]":
 
 
 def ask_all(job: Job, asking: Asking) -> None:
-    """Asks what has no result yet, and hands all results on."""
+    """Ask the questions that have no result yet, and pass on all results."""
     results, clock = asking.results, Clock()
     with _sink(job, asking) as (known, take):
         missing = [one for one in asking.posed if one.index not in known]

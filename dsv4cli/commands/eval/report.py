@@ -1,4 +1,4 @@
-"""What `dsv4 eval` shows: the score of each task, and where two models part."""
+"""Report of `dsv4 eval`: the score of each task, and how two models differ."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ MOST_LISTED = 20
 
 
 def report(job: Job, results: ModelResults, others: ModelResults | None) -> "PairingVerdict | None":
-    """Shows what the results come to, and how they stand against others, if there are any."""
+    """Print the results, and the comparison with the other model's, if any. Return the verdict of that comparison."""
     from dsv4cli.engine.evaluation.pairing import pair
     from dsv4cli.engine.evaluation.summary import by_task, summary_of
 

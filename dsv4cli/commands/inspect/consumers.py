@@ -1,4 +1,4 @@
-"""`dsv4 inspect --for CONSUMER`: would another program load the folder, why not, and what would help."""
+"""`dsv4 inspect --for PROGRAM`: whether another program would load the model, why not, and what would help."""
 
 from typing import TYPE_CHECKING
 
@@ -37,7 +37,7 @@ def show_verdict(
 
 
 def _report(out: Output, name: str, found: "ConsumerVerdict") -> None:
-    """The answer, the reasons, what else to know, and the command."""
+    """Print the answer, its reasons, notes, and a command."""
     out.line(f"{found.version} {ANSWERS[found.loads]} {name}", strong=True)
     for reason in found.reasons:
         out.paragraph(reason if found.loads is False else f"not known: {reason}", "  ")

@@ -1,4 +1,4 @@
-"""`dsv4 inspect A --diff B`: whether two checkpoints hold the same model stored differently, and where they differ."""
+"""`dsv4 inspect A --diff B`: whether two checkpoints have the same values, and where they differ."""
 
 from collections import Counter
 from dataclasses import replace
@@ -83,14 +83,14 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
 
 
 def _wanted(layer: int | None, tensor: str | None) -> "Callable[[str], bool]":
-    """Which matrices are compared, by their official names."""
+    """Return a filter of the matrices to compare, by official name."""
     prefix = "" if layer is None else f"layers.{layer}."
     matrix = None if tensor is None else tensor.removesuffix(".weight").removesuffix(".scale")
     return lambda name: name.startswith(prefix) and matrix in (None, name, name.removesuffix(".weight"))
 
 
 def report_diff(out: Output, found: "Diff") -> None:
-    """Whether both are the same model and how equal; what differs, the worst first."""
+    """Print whether both are the same model, how they compare, and what differs, worst first."""
     out.table([(side, str(one.checkpoint.folder), one.layout) for side, one in (("A", found.a), ("B", found.b))])
     count, bad = len(found.matrices), len(found.worst)
     if found.same:
@@ -117,7 +117,7 @@ def _how_equal(found: "Diff") -> str:
 
 
 def _sides(out: Output, found: "Diff") -> None:
-    """Fields of the configuration that differ, and what only one of the two has."""
+    """Print configuration fields that differ, and names that only one model has."""
     for field in found.fields[:SHOWN]:
         out.paragraph(f"{field.name}: {field.a} in A, {field.b} in B", "  ")
     if len(found.fields) > SHOWN:

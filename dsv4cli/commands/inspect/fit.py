@@ -1,4 +1,4 @@
-"""`dsv4 inspect --fit`: does the model run on this machine, or on the GPUs of --gpus, and with which command."""
+"""`dsv4 inspect --fit`: whether the model runs on this machine, or on the GPUs of --gpus, and with which command."""
 
 import textwrap
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ def show_fit(
 
 
 def _report(out: Output, answer: "FitAnswer") -> None:
-    """The answer, the bytes of each way to use the machine, the limits, and what to do."""
+    """Print the answer, the bytes for each number of GPUs, the limits, and what to do."""
     fit = answer.fit
     shares = _shown(fit)
     out.line(f"{answer.model} {_answer(answer)}", strong=True)

@@ -1,4 +1,4 @@
-"""`dsv4 inspect MODEL` without options: what it is, whether it would load, how large it is."""
+"""`dsv4 inspect MODEL` without options: what the model is, whether it would load, how large it is."""
 
 import textwrap
 from itertools import islice
@@ -43,7 +43,7 @@ SHOWN = 8
 
 
 def show_problem(out: Output, result: "Inspection") -> None:
-    """Whether the model would load, or the file is sound; if not, why."""
+    """Print whether the model would load, or whether the file is valid; if not, why."""
     name, coverage, problem, contents = result.source.name, result.coverage, result.problem, result.contents
     if problem:
         out.line(f"{name} {_complaint(result)}", strong=True)
@@ -72,7 +72,7 @@ def _complaint(result: "Inspection") -> str:
 
 
 def show_report(out: Output, result: "Inspection") -> None:
-    """Whether it would load, what it is, how large it is."""
+    """Print whether the model would load, what it is, and how large it is."""
     show_problem(out, result)
     if result.identity:
         out.line()

@@ -1,4 +1,4 @@
-"""`dsv4 inspect MODEL --tensor NAME`, `--layer N` and `--tree`: one tensor, one layer, the whole model in short."""
+"""`dsv4 inspect` with `--tensor NAME`, `--layer N` or `--tree`: one tensor, one layer, or the whole model."""
 
 import sys
 import textwrap
@@ -42,7 +42,7 @@ def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None",
 
 
 def report_tensor(out: Output, view: "TensorView") -> None:
-    """Where it is and how it is stored; then its values, if they were read."""
+    """Print where a tensor is and how it is stored; then its values, if they were read."""
     out.line(brief_line(view.name) + (f"  ({view.family})" if view.family else ""), strong=True)
     rows = [("format", f"{view.form}, values {list(view.shape)}")]
     for part in view.parts:
@@ -103,12 +103,12 @@ def _bar(share: float) -> str:
 
 
 def _draws() -> bool:
-    """Whether stdout takes what is not ASCII."""
+    """Return whether stdout can print box-drawing characters."""
     return (sys.stdout.encoding or "").lower() in ("utf-8", "utf8")
 
 
 def show_layer(out: Output, identity: "Identity", name: str) -> bool:
-    """The tensors of one layer; always true."""
+    """Print the tensors of one layer. Always returns True."""
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.inspection.tensor_tree import layers_section, one_layer
 
@@ -119,7 +119,7 @@ def show_layer(out: Output, identity: "Identity", name: str) -> bool:
 
 
 def report_layer(out: Output, layers: "Layers") -> None:
-    """The tensors of one layer."""
+    """Print the tensors of one layer."""
     out.line(f"{layers.title}  {layers.tensors:,} tensors, {size_text(layers.nbytes)}", strong=True)
     out.table(
         [(f"  {entry.name}", entry.dtypes[0], _shape(entry), size_text(entry.nbytes)) for entry in layers.entries]
@@ -127,7 +127,7 @@ def report_layer(out: Output, layers: "Layers") -> None:
 
 
 def show_tree(out: Output, identity: "Identity", name: str) -> bool:
-    """The tensors outside the layers and each kind of layer once; always true. name: of the model."""
+    """Print the tensors outside the layers and each kind of layer once. Always True. name: Name of the model."""
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.inspection.tensor_tree import make_tree, tree_section
 
@@ -138,7 +138,7 @@ def show_tree(out: Output, identity: "Identity", name: str) -> bool:
 
 
 def report_tree(out: Output, name: str, tree: "Tree") -> None:
-    """The tensors outside the layers and each kind of layer once."""
+    """Print the tensors outside the layers and each kind of layer once."""
     nbytes = sum(entry.nbytes for entry in tree.outside) + sum(len(one.numbers) * one.nbytes for one in tree.layers)
     count = sum(entry.tensors for entry in tree.outside) + sum(len(one.numbers) * one.tensors for one in tree.layers)
     out.line(f"{name}: {count:,} tensors, {size_text(nbytes)}", strong=True)

@@ -1,4 +1,4 @@
-"""`dsv4 inspect MODEL --values`: what cannot be right about the values, and their statistics by family."""
+"""`dsv4 inspect --values`: read the weights and report errors."""
 
 from typing import TYPE_CHECKING
 

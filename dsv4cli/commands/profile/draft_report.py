@@ -1,4 +1,4 @@
-"""What `dsv4 profile step --draft` shows to people: what rows cost, what the drafter costs, what a token takes."""
+"""Report of `dsv4 profile step --draft`: the cost of rows, of the drafter, and per token."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ LENGTHS = ("accepted length", "per token", "tokens/s", "faster")
 
 
 def show_drafts(out: Output, draft: dict[str, Any]) -> None:
-    """The step with drafts, a line for each number of rows, a line for each accepted length."""
+    """Print the step with drafts, one line per number of rows, and one per accepted length."""
     rows, drafting = draft["rows"], draft["drafting"]
     last = rows[-1]
     parts = [time_text(part["median"]) for part in (last["seconds"], last["sampling"], drafting["seconds"])]

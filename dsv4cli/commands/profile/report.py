@@ -1,4 +1,4 @@
-"""What `dsv4 profile` shows to people: where it ran, the table, what has changed."""
+"""Report of `dsv4 profile`: the machine, the measured times, and changes since a baseline."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ WIDE, IMPOSSIBLE = 0.25, 1.05
 
 
 def show_kernels(out: Output, document: Document) -> None:
-    """The machine, its ceilings, a line for each operation."""
+    """Print the machine, its peak rates, and one line per operation."""
     _show_machine(out, document)
     results = document["results"]
     shown = [line for line in results if line["seconds"]]
@@ -43,7 +43,7 @@ def show_kernels(out: Output, document: Document) -> None:
 
 
 def show_step(out: Output, document: Document) -> None:
-    """The machine, the step, a line for each part of the model."""
+    """Print the machine, the step, and one line per part of the model."""
     _show_machine(out, document)
     whole, *parts = document["results"]
     seconds, weights = whole["seconds"], document["weights"]
@@ -98,7 +98,7 @@ def show_changes(out: Output, comparison: "BaselineComparison") -> None:
 
 
 def warn_of_spreads(out: Output, shown: list[Document]) -> None:
-    """Of times that say little."""
+    """Warn of times with a large spread."""
     loose = [line for line in shown if _spread(line) > WIDE]
     if loose:
         out.warning(
@@ -107,7 +107,7 @@ def warn_of_spreads(out: Output, shown: list[Document]) -> None:
 
 
 def _warn_of_rates(out: Output, shown: list[Document]) -> None:
-    """Of rates that cannot be."""
+    """Warn of rates above the measured maximum."""
     over = [line for line in shown if max(line["of_bandwidth"] or 0, line["of_matmul"] or 0) > IMPOSSIBLE]
     if over:
         names = ", ".join(f"{line['name']} x{line['tokens']}" for line in over[:3])
@@ -186,7 +186,7 @@ def _layer(layer: Document) -> list[tuple[str, ...]]:
 
 
 def time_text(seconds: float | None) -> str:
-    """Seconds for people."""
+    """Format a duration in µs or ms; "-" if there is none."""
     if seconds is None:
         return "-"
     return f"{seconds * 1e6:,.1f} µs" if abs(seconds) < 1e-3 else f"{seconds * 1e3:,.2f} ms"

@@ -1,4 +1,4 @@
-"""`dsv4 profile warm`: compiles the kernels of a model before it is used, also for a GPU that is not there."""
+"""`dsv4 profile warm`: compile a model's kernels in advance, also for a GPU that this machine does not have."""
 
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any

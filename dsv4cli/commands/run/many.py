@@ -1,4 +1,4 @@
-"""What `dsv4 run` does with a file of lines: answer each, show their prompts, score their texts."""
+"""`dsv4 run` for a file of lines: answer them, show their prompts, or score their texts."""
 
 import hashlib
 import json

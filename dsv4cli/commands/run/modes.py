@@ -1,4 +1,4 @@
-"""What `dsv4 run` does with one conversation: show its prompt, answer it."""
+"""`dsv4 run` for a single conversation: show its prompt, or answer it."""
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def show_prompt(job: Job, messages: "list[Message]") -> None:
-    """Prints the exact text and ids of a prompt."""
+    """Print the exact text and token ids of a prompt."""
     prompt = job.dialogue.prompt(messages)
     report_lookalikes(job.out, prompt.lookalikes)
     job.out.document({"text": prompt.text, "ids": prompt.ids})

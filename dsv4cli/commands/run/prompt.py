@@ -1,4 +1,4 @@
-"""Where the conversation of `dsv4 run` comes from: its arguments, files, and what is piped in."""
+"""The conversation of `dsv4 run`, from its arguments, files and piped text."""
 
 import os
 import stat

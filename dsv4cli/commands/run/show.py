@@ -1,4 +1,4 @@
-"""How `dsv4 run` shows an answer: as it comes, or once it has ended."""
+"""How `dsv4 run` prints an answer, streamed or complete."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ Steps = Iterator["tuple[int, Answer, Pieces]"]
 
 
 def show_answer(job: Job, answer: "Answer") -> None:
-    """Shows an answer that has ended."""
+    """Print a complete answer."""
     record = answer.record()
     job.out.reasoning(record["reasoning_content"])
     job.out.end_line()
@@ -28,7 +28,7 @@ def show_answer(job: Job, answer: "Answer") -> None:
 
 
 def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
-    """Shows calls of tools, a line each."""
+    """Print tool calls, one per line."""
     for call in calls:
         job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
 
@@ -74,7 +74,7 @@ def stream_answer(job: Job, steps: Steps) -> "Answer":
 
 
 def limit_met(job: Job, answer: "Answer") -> str:
-    """Where an answer was cut off, and what would make it longer."""
+    """Return where an answer was cut off, and which option would make it longer."""
     from dsv4cli.engine.runtime.limits import context_of
 
     config, limits = job.dialogue.config, job.limits

@@ -1,4 +1,4 @@
-"""What `dsv4 trace` shows to people: a line for each layer, then the first stage that rounding does not explain."""
+"""Report of `dsv4 trace`: one line per layer, then the first stage whose difference rounding does not explain."""
 
 from collections.abc import Sequence
 from itertools import groupby

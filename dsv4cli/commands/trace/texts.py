@@ -1,4 +1,4 @@
-"""Which tokens `dsv4 trace` sends through a model."""
+"""Texts that `dsv4 trace` sends through a model."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ StepsOpt = Annotated[int, typer.Option(min=0, help="Number of tokens to decode a
 
 
 class TextOptions(NamedTuple):
-    """What the options say of the texts."""
+    """The options that select the texts."""
 
     prompt: str | None
     ids: str | None
@@ -41,7 +41,7 @@ class TextOptions(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Those that name a text."""
+        """The given options that name a text."""
         named = {"--prompt": self.prompt, "--ids": self.ids, "--prompts": self.prompts}
         return [name for name, value in named.items() if value is not None]
 
