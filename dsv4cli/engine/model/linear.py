@@ -56,8 +56,9 @@ class Linear(MatrixParameters):
     @property
     def projection(self) -> gemm.Projection:
         """This linear as an argument of `gemm.project`."""
-        rounded = self.numerics.simulate and self.scale is not None
-        return gemm.Projection(self.matrix, "rounded" if rounded else "plain")
+        matrix = self.matrix
+        rounded = matrix.scale is not None and self.numerics.simulate
+        return gemm.Projection(matrix, "rounded" if rounded else "plain")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [T, N] for x [T, K], both in the dtype of the numerics."""

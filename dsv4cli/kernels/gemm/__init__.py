@@ -11,7 +11,7 @@ multiply a rounded bf16 input of more than 64 rows by FP8 weights. On Hopper the
 """
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -87,13 +87,16 @@ def project(
     if any(one.matrix.scale_2 is not None for one in items):
         x = x if norm is None else rms_norm(x, *norm)
         return [project_one(x, one) for one in items]
-    rounded, plain, fp32 = ([one.matrix for one in items if one.kind == kind] for kind in get_args(Kind))
+    groups: dict[Kind, list[StoredMatrix]] = {"rounded": [], "plain": [], "fp32": []}
+    for matrix, kind in items:
+        groups[kind].append(matrix)
+    rounded, plain, fp32 = groups.values()
     if norm is None:
         outputs = linears(x, rounded, plain, [matrix.weight for matrix in fp32])
     else:
         outputs = (*normed_linears(x, *norm, rounded, plain), [])
-    of_kind = dict(zip(get_args(Kind), map(iter, outputs), strict=True))
-    return [next(of_kind[one.kind]) for one in items]
+    of_kind = dict(zip(groups, map(iter, outputs), strict=True))
+    return [next(of_kind[kind]) for _, kind in items]
 
 
 def linears(
