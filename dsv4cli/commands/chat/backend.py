@@ -1,4 +1,4 @@
-"""Whom a chat talks to: a model in this process, or one that a server runs."""
+"""Interface between a chat and what answers it: a model in this process, or a server."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -13,34 +13,34 @@ if TYPE_CHECKING:
 
 
 class PartialAnswer(Protocol):
-    """An answer as it comes: `Answer` of the engine, or a server's."""
+    """An answer while it is generated: the engine's `Answer`, or a server's."""
 
     @property
     def finish(self) -> "FinishReason | None":
-        """How it has ended; None until then, and where it was stopped."""
+        """Finish reason; None while the answer is generated, and if it was stopped."""
 
     @property
     def drawn(self) -> int:
-        """How many tokens it has so far."""
+        """Number of tokens sampled so far."""
 
     @property
     def thoughts(self) -> int:
-        """How many of them are reasoning."""
+        """Number of those tokens that are reasoning."""
 
     @property
     def prepared(self) -> bool:
-        """Whether the step of the newest token has prepared kernels."""
+        """Whether the step of the newest token also prepared kernels."""
 
     @property
     def closed(self) -> "Closed":
-        """Why its thinking was ended from outside."""
+        """Why the engine ended the reasoning."""
 
     def message(self) -> "tuple[Message, list[str]]":
-        """It as a message, and what had to be repaired for that, in words."""
+        """Return the answer as a message, and a sentence for each repair that this needed."""
 
 
 class Backend(Protocol):
-    """Answers one conversation, as `Conversation` of the engine does, which says what each of these means."""
+    """Answers one conversation. The engine's `Conversation` documents each member in full."""
 
     limits: "Limits"
     lookalikes: list[str]
@@ -50,54 +50,54 @@ class Backend(Protocol):
 
     @property
     def context(self) -> int | None:
-        """The most tokens of a prompt and its answer; None where a server does not say."""
+        """Context length in tokens, for prompt and answer; None if a server does not report it."""
 
     @property
     def unread(self) -> int:
-        """How many tokens of the prompt are still to be read."""
+        """Number of prompt tokens still to prefill."""
 
     @property
     def breakable(self) -> bool:
-        """Whether what comes next may be ended by an exception at any point."""
+        """Whether an exception may interrupt the next step at any point."""
 
     @property
     def drafts(self) -> "DraftReport | None":
-        """What the drafts of the last turn have come to."""
+        """Statistics of the draft tokens of the last turn."""
 
     @property
     def all_drafts(self) -> "DraftReport | None":
-        """What the drafts of all turns have come to."""
+        """Statistics of the draft tokens of all turns."""
 
     @property
     def offload(self) -> "ExpertOffload | None":
-        """The experts in host memory."""
+        """The experts offloaded to host memory, if any."""
 
     @property
     def effort(self) -> str | None:
-        """How hard to reason; None for not at all."""
+        """Reasoning effort; None for no reasoning."""
 
     def think(self, level: str) -> None:
-        """How hard to reason from the next turn on."""
+        """Set the reasoning effort from the next turn on."""
 
     def tokens(self, messages: "Sequence[Message]") -> int:
-        """How many tokens the prompt of these messages has."""
+        """Return the length of the prompt of these messages in tokens."""
 
     def text_ids(self, text: str) -> list[int]:
-        """The tokens of a text."""
+        """Return the token ids of a text."""
 
     def most_tokens(self, text: str) -> int:
-        """How many tokens a text has at most."""
+        """Return an upper bound on the number of tokens of a text."""
 
     def left(self, messages: "Sequence[Message]") -> int:
-        """How many tokens of the context the prompt of these messages leaves."""
+        """Return how many tokens of the context are left after the prompt of these messages."""
 
     def messages_to_drop(self, messages: "Sequence[Message]") -> int:
-        """How many of the oldest messages must go for the prompt to leave room for an answer."""
+        """Return how many of the oldest messages to drop from the prompt so that an answer fits."""
 
     def reply(
         self, messages: "Sequence[Message]", sampling: "Sampling", *, think_budget: int | None = None
     ) -> "Iterator[tuple[PartialAnswer, Pieces]]":
-        """Answers the last of these messages, as it comes."""
+        """Answer the last of these messages, streaming partial answers and their new pieces."""
 
     def stop(self) -> None:
-        """Ends the running reply, from any thread."""
+        """Stop the running reply. May be called from any thread."""

@@ -1,4 +1,4 @@
-"""The model of `dsv4 chat`: which one a session is led with, how it is loaded, and how another takes its place."""
+"""The model of `dsv4 chat`: which one to use, how to load it, and how to switch to another one."""
 
 import os
 from contextlib import ExitStack
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
-    """The model of a session, kept: it was named when the session was begun, not now. Raises Dsv4Error."""
+    """Return the model with a name. kept: the name was saved with the session, not typed now. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.source import resolve_model
 
     try:
@@ -33,7 +33,7 @@ def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
 
 
 def model_name(source: "FolderSource | RandomSource") -> str:
-    """What finds the model again from any folder."""
+    """Return a name that finds the model from any working directory."""
     from dsv4cli.engine.checkpoint.source import FolderSource
 
     named = Path(os.path.expanduser(source.name))
@@ -42,7 +42,7 @@ def model_name(source: "FolderSource | RandomSource") -> str:
 
 
 class Models:
-    """The one model that is loaded at a time, in this process or in `ranks`; leaving it frees that."""
+    """The one model that is loaded at a time, in this process or on several ranks. Exiting the context frees it."""
 
     def __init__(self, job: Job, ranks: int) -> None:
         self.job = job
@@ -59,24 +59,24 @@ class Models:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """Name of the model."""
         return self.job.source.name
 
     @property
     def sampling(self) -> "Sampling":
-        """How it draws."""
+        """Sampling parameters of the model."""
         return self.job.sampling
 
     def open(self) -> "Conversation":
-        """Loads the job's model, for a conversation. Raises Dsv4Error."""
+        """Load the job's model and return a conversation with it. Raises Dsv4Error."""
         conversation = self._opened.enter_context(open_conversation(self.job, self._ranks))
         conversation.report_preparing(self.job.out.compiling)
         return conversation
 
     def change(self, chat: Chat, name: str) -> None:
-        """Frees the model of a chat, then loads another one; where that fails, the first one again.
+        """Free a chat's model and load another one. If that fails, reload the first one.
 
-        Raises UsageError with several ranks, and what loading raises.
+        Raises UsageError with several ranks, and the errors of loading.
         """
         from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
 
@@ -89,8 +89,8 @@ class Models:
         check_drafter(source, before.drafting)
         sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
         after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)
-        _ = after.dialogue  # refused before the first model goes
-        chat.leaving = True  # an error is the end, as long as there is no model
+        _ = after.dialogue  # raises before the current model is freed
+        chat.leaving = True  # while no model is loaded, an error quits
         self._free(chat)
         error = self._failure(chat, after)
         if error is not None:
@@ -102,7 +102,7 @@ class Models:
         chat.choose(replace(choices, model=model_name(source)))
 
     def _failure(self, chat: Chat, job: Job) -> Dsv4Error | KeyboardInterrupt | None:
-        """Loads the job's model; why that was not possible, without what was loaded until then."""
+        """Load the job's model. Return the error if that fails, without references to what was already loaded."""
         try:
             self._load(chat, job)
         except (Dsv4Error, KeyboardInterrupt) as error:
@@ -111,7 +111,7 @@ class Models:
         return None
 
     def _free(self, chat: Chat) -> None:
-        del chat.conversation  # no other name holds its model
+        del chat.conversation  # the only reference to its model
         self._opened.close()
 
     def _load(self, chat: Chat, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""`dsv4 chat --url`: the models of a running server in the place of one that is loaded here."""
+"""`dsv4 chat --url`: use the models of a running server instead of loading one."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from dsv4cli.output import Output
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.remote import RemoteConversation
 
-# options of the model's own process
+# options of a model that is loaded in this process
 LOCAL = frozenset(
     {"special_tokens", "draft", "prefill_chunk", "max_context", "device", "dtype", "exact", "backend"}
     | {"gpu_memory", "host_memory", "tp"}
@@ -23,17 +23,17 @@ LOCAL = frozenset(
 
 
 class OnCommandLine(NamedTuple):
-    """What stands on the command line, and is not as the session was led before."""
+    """Whether the model and the URL were given on the command line, rather than saved with the session."""
 
     model: bool
     url: bool
 
 
 class ServerModels:
-    """A server's models, one of which answers; as `Models` is for those of this machine."""
+    """The models of a server, with one selected. Counterpart of `Models`, which loads models on this machine."""
 
     def __init__(self, out: Output, url: str, key: str, options: ModelOptions, asked: OnCommandLine) -> None:
-        """Raises UsageError, for an address, a limit or a value."""
+        """Raise UsageError if the URL, a limit or a sampling value is invalid."""
         from dsv4cli.engine.chat.api_client import ApiClient
         from dsv4cli.engine.chat.remote import RemoteSampling
         from dsv4cli.engine.settings import Limits
@@ -54,11 +54,11 @@ class ServerModels:
 
     @property
     def url(self) -> str:
-        """The server's address."""
+        """The server's URL."""
         return self._client.url
 
     def open(self) -> "RemoteConversation":
-        """A conversation with the model. Raises ServerError, and UsageError for a model that the server has not."""
+        """Return a conversation with the model. Raises ServerError, and UsageError if the server lacks the model."""
         from dsv4cli.engine.chat.remote import RemoteConversation
 
         try:
@@ -78,7 +78,7 @@ class ServerModels:
         return conversation
 
     def change(self, chat: Chat, name: str) -> None:
-        """Another model of the server answers from now on. Raises UsageError where it has none of this name."""
+        """Switch to another model of the server. Raises UsageError if the server does not have it."""
         self._check(name)
         self._conversation.model = chat.model = name
         chat.left_out = 0
@@ -91,7 +91,7 @@ class ServerModels:
 
 
 def check_options(context: typer.Context) -> None:
-    """Raises UsageError for an option that says how to load or compute a model, which the server has done."""
+    """Raise UsageError for options of loading and computing a model: with --url, they are set on the server."""
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
@@ -100,13 +100,13 @@ def check_options(context: typer.Context) -> None:
 
 
 def check_no_key(file: Path | None) -> None:
-    """Raises UsageError for a key where there is no server."""
+    """Raise UsageError if an API key file is given without --url."""
     if file is not None:
         raise UsageError("--api-key-file needs --url", "add the server's URL, for example --url http://localhost:8000")
 
 
 def read_key(file: Path | None) -> str:
-    """The API key in a file: its first line. Raises UsageError."""
+    """Return the API key on the first line of a file; empty without a file. Raises UsageError."""
     from dsv4cli.engine.text.inputs import read_text
 
     if file is None:

@@ -1,4 +1,4 @@
-"""The session of `dsv4 chat`: its messages, and the files that keep them."""
+"""The session of `dsv4 chat`: its messages, and the files that store them."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FileChanged(UsageError):
-    """The file of a session is not as it was read or written here: another chat, or another program, has changed it."""
+    """Another program, perhaps another chat, changed the session's file since it was read or written here."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(
@@ -28,17 +28,22 @@ class FileChanged(UsageError):
 
 @dataclass
 class Session:
-    """The messages so far, without the tools, which join them in the prompt; `file` follows every saved change."""
+    """The messages and tools of a conversation, and where they are saved.
+
+    Attributes:
+        file: Rewritten at every save, if given.
+        messages: Without the tools; `prompt` adds those.
+    """
 
     journal: SessionJournal
     file: Path | None = None
     messages: "list[Message]" = field(default_factory=list)
     tools: "list[Tool]" = field(default_factory=list)
     choices: SessionChoices = field(default_factory=SessionChoices)
-    _seen: str = ""  # what the file held when it was read or written here
+    _seen: str = ""  # SHA-256 of the file when it was last read or written here
 
     def save(self) -> None:
-        """Makes what has been said durable. Raises OSError, and FileChanged where only the journal has it."""
+        """Save the conversation. Raises OSError, or FileChanged if only the journal was written."""
         self.journal.write(self.messages, self.tools, self.choices)
         if self.file is not None:
             with _alone(self.file.resolve().parent):
@@ -46,22 +51,22 @@ class Session:
                 self.write_file(self.file)
 
     def check_file(self) -> None:
-        """Raises FileChanged where somebody else has written the file."""
+        """Raise FileChanged if another program wrote the file."""
         if self.file is None:
             return
-        with suppress(OSError):  # where it is not there, nothing is lost; any other reason prevents writing too
+        with suppress(OSError):  # a missing file loses nothing; any other error will also fail the write
             if _digest(self.file.read_bytes()) != self._seen:
                 raise FileChanged(self.file)
 
     def write_file(self, path: Path) -> None:
-        """The conversation as `dsv4 run --messages` and others read it; a kill leaves the old file or the new one.
+        """Write the conversation in the format of `dsv4 run --messages`. The write is atomic.
 
         Raises OSError.
         """
         from dsv4cli.engine.system.atomic import write_file
 
         content = (json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n").encode(errors="surrogatepass")
-        path = path.resolve()  # a link stays a link
+        path = path.resolve()  # so that a symbolic link stays a link
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             write_file(path, content, beside, 0o600)
@@ -74,11 +79,11 @@ class Session:
             self._seen = _digest(content)
 
     def document(self) -> dict[str, Any]:
-        """The conversation as the OpenAI API has it."""
+        """Return the conversation in the format of the OpenAI API."""
         return {"messages": self.messages} | ({"tools": self.tools} if self.tools else {})
 
     def load_file(self, path: Path) -> None:
-        """Takes the conversation of a file in place of this one; an empty file has an empty one. Raises UsageError."""
+        """Replace this conversation with a file's. An empty file is an empty conversation. Raises UsageError."""
         from dsv4cli.engine.text.inputs import decoded, name_of, parse_messages, read_content
         from dsv4cli.engine.text.prompt import without_tools
 
@@ -90,27 +95,29 @@ class Session:
         self._note(path, content)
 
     def take_up(self, path: Path) -> None:
-        """Goes on with the conversation of a journal, in a new one; a file of messages stays as it is, for another
-        conversation. Raises UsageError."""
+        """Continue the conversation of a journal, in a new journal.
+
+        `file` is reset and keeps its content, because it holds another conversation. Raises UsageError.
+        """
         kept = read_journal(path)
         self.messages, self.tools, self.file = kept.messages, kept.tools, None
         self.choices = kept.choices or self.choices
         self.journal = SessionJournal(self.journal.folder, path.stem)
 
     def begin_anew(self) -> None:
-        """Begins another session with the same system message; this one stays as it is, in its journal and its file."""
+        """Start another session with the same system message. The current one keeps its journal and its file."""
         self.clear()
         self.journal, self.file = SessionJournal(self.journal.folder), None
 
     def prompt(self) -> "list[Message]":
-        """What the model is asked: the messages, with the tools in the system message."""
+        """Return the messages to send to the model, with the tools in the system message."""
         from dsv4cli.engine.text.prompt import with_tools
 
         return with_tools(self.messages, self.tools)
 
     @property
     def system(self) -> str:
-        """The text of the system message, empty without one."""
+        """Text of the system message; empty if there is none."""
         from dsv4cli.engine.text.turns import text_of
 
         return text_of(self.messages[0].get("content")) if self._has_system() else ""
@@ -124,28 +131,28 @@ class Session:
         return bool(self.messages) and self.messages[0]["role"] == "system"
 
     def clear(self) -> None:
-        """Forgets everything but the system message."""
+        """Remove all messages except the system message."""
         self.messages = self.messages[:1] if self._has_system() else []
 
     def take_back(self) -> str:
-        """Removes the last question and what follows it; its text. Raises UsageError when nothing was asked."""
+        """Remove the last question and all messages after it. Return its text. Raises UsageError if there is none."""
         text = self.last_question()
         while self.messages.pop()["role"] != "user":
             pass
         return text
 
     def take_back_answer(self) -> None:
-        """Remove what follows the last results of calls."""
+        """Remove all messages after the last tool results."""
         while self.messages[-1]["role"] != "tool":
             self.messages.pop()
 
     def has_results(self) -> bool:
-        """Whether calls of the last turn were carried out."""
+        """Return whether tool calls ran in the last turn."""
         roles = [message["role"] for message in self.messages]
         return "tool" in roles and "user" not in roles[len(roles) - roles[::-1].index("tool") :]
 
     def last_question(self) -> str:
-        """What was asked last. Raises UsageError when nothing was."""
+        """Return the last user message. Raises UsageError if there is none."""
         from dsv4cli.engine.text.turns import text_of
 
         for message in reversed(self.messages):
@@ -154,7 +161,7 @@ class Session:
         raise UsageError("there is no question yet", "type a question, or /help")
 
     def last_answer(self) -> "Message":
-        """The assistant's last message. Raises UsageError when there is none."""
+        """Return the assistant's last message. Raises UsageError if there is none."""
         for message in reversed(self.messages):
             if message["role"] == "assistant":
                 return message
@@ -162,8 +169,11 @@ class Session:
 
 
 def _tools_without_messages(text: str) -> "list[Tool] | None":
-    """The tools of a file of a session without messages, as before its first question: an empty file, an empty list, or
-    no messages beside tools; None for any other. Raises UsageError."""
+    """Return the tools of a file that has no messages, or None for any other content.
+
+    Such a file is what a session writes before its first question: empty, an empty list, or an object whose messages
+    are empty. Raises UsageError.
+    """
     from dsv4cli.engine.text.prompt import check_tools
 
     try:
@@ -183,9 +193,9 @@ def _digest(content: bytes) -> str:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other chat looks at a file of the folder and then writes it meanwhile; a file system without locks has none.
+    """Hold a lock on a folder, so that no other chat checks and writes a file in it at the same time.
 
-    Raises OSError.
+    File systems without locks are not protected. Raises OSError.
     """
     import fcntl
 

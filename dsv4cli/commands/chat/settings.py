@@ -1,4 +1,4 @@
-"""What can be set while `dsv4 chat` runs: the system message, thinking, the draws, the limits, the model."""
+"""Settings that can change while `dsv4 chat` runs: system message, reasoning effort, sampling, limits, model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ SETTINGS: Mapping[str, type[int] | type[float]] = {
 
 
 def system(chat: Chat, text: str) -> None:
-    """Shows or sets the system message."""
+    """Show or set the system message."""
     if text:
         chat.session.system = text
         chat.save()
@@ -24,7 +24,7 @@ def system(chat: Chat, text: str) -> None:
 
 
 def think(chat: Chat, level: str) -> None:
-    """Shows or sets how hard to reason. Raises UsageError."""
+    """Show or set the reasoning effort. Raises UsageError."""
     if level:
         chat.conversation.think(level)
         chat.choose(replace(chat.session.choices, think=level))
@@ -32,7 +32,7 @@ def think(chat: Chat, level: str) -> None:
 
 
 def model(chat: Chat, name: str) -> None:
-    """Shows the model, or puts another into its place. Raises UsageError, and what loading raises."""
+    """Show the model, or switch to another one. Raises UsageError, and the errors of loading."""
     if name:
         chat.change_model(name)
     else:
@@ -40,7 +40,7 @@ def model(chat: Chat, name: str) -> None:
 
 
 def show_thinking(chat: Chat, word: str) -> None:
-    """Shows the last thoughts, or sets whether they are shown as they come. Raises UsageError."""
+    """Show the last reasoning, or turn streaming of reasoning on or off. Raises UsageError."""
     if not word:
         thought = chat.session.last_answer().get("reasoning_content")
         chat.out.reasoning(f"{thought or 'the last answer has no reasoning'}\n")
@@ -51,7 +51,7 @@ def show_thinking(chat: Chat, word: str) -> None:
 
 
 def set_value(chat: Chat, words: str) -> None:
-    """Shows or sets a number of `SETTINGS`. Raises UsageError."""
+    """Show all settings in `SETTINGS`, or show or set one of them. Raises UsageError."""
     name, _, value = words.replace("=", " ").partition(" ")
     name = name.replace("_", "-")
     if not words:
@@ -99,7 +99,7 @@ def _setting(chat: Chat, name: str) -> object:
 
 
 def check_budget(tokens: int | None) -> int | None:
-    """A number of tokens to think with. Raises UsageError."""
+    """Return a thinking budget in tokens, after checking it. Raises UsageError."""
     from dsv4cli.engine.settings import require
 
     require(tokens is None or tokens >= 0, "--think-budget", tokens, "use 0 or more tokens")

@@ -1,4 +1,4 @@
-"""What begins with a slash in `dsv4 chat`: one table of commands, and what those about the conversation do."""
+"""The slash commands of `dsv4 chat`: their table, and the commands that change the conversation."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -13,16 +13,21 @@ from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
-# a file, in quotes where its name has spaces, and what follows it
+# a file name, quoted if it has spaces, then the rest of the line
 FILE = re.compile(r"""("[^"]+"|'[^']+'|\S*)\s*(.*)""", re.DOTALL)
 QUOTED = re.compile(r"""(["'])(.+)\1""")
-# so many of the newest sessions are listed
+# number of newest sessions to list
 MOST_SESSIONS = 20
 
 
 class Slash(NamedTuple):
-    """A command: its arguments as help shows them, its help, what it does, where a text that it returns is asked, and
-    its other names."""
+    """A slash command.
+
+    Attributes:
+        arguments: As help shows them.
+        function: Runs the command. A returned text is sent to the model as a question.
+        other_names: Aliases.
+    """
 
     arguments: str
     help: str
@@ -31,8 +36,10 @@ class Slash(NamedTuple):
 
 
 def run_slash_command(chat: Chat, line: str) -> str | None:
-    """Carries out a line that begins with a slash; what is to be asked, if it is anything: `//` stands for one slash
-    of a question. Raises UsageError, and EOFError to leave."""
+    """Run a line that begins with a slash. Return the question to send to the model, if any.
+
+    `//text` is the question `/text`. Raises UsageError, and EOFError to quit.
+    """
     if line.startswith("//"):
         return line[1:]
     name, *rest = re.split(r"\s", line[1:], maxsplit=1)
@@ -44,7 +51,7 @@ def run_slash_command(chat: Chat, line: str) -> str | None:
 
 
 def _command(name: str) -> Slash:
-    """The command of a name. Raises UsageError."""
+    """Return the command with a name or an alias. Raises UsageError."""
     names = helps()
     if name not in names:
         near = get_close_matches(name, names, 1, 0.5) or [one for one in names if name and one.startswith(name)]
@@ -56,7 +63,7 @@ def _command(name: str) -> Slash:
 
 
 def helps() -> dict[str, str]:
-    """The help of every name that a command has."""
+    """Return the help text of every command name and alias."""
     return {name: one.help for first, one in COMMANDS.items() for name in (first, *one.other_names)}
 
 
@@ -97,7 +104,7 @@ def _resume(chat: Chat, which: str) -> None:
         raise UsageError("/resume needs the number of a session", "use /sessions to list them")
     choices = chat.session.choices
     chat.session.take_up(find_journal(chat.session.journal.folder, which))
-    chat.session.choices, chat.left_out = choices, 0  # it is led as this one
+    chat.session.choices, chat.left_out = choices, 0  # keep the current settings
     chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
 
 
@@ -168,7 +175,7 @@ EDITOR_KEYS = ("Ctrl-R searches the history, Tab completes a command, Ctrl-X Ctr
 
 
 def _path(name: str) -> Path:
-    """The file of a name, which may stand in quotes. Raises UsageError for none, and for -, from which lines come."""
+    """Return the path in a command's argument, which may be quoted. Raises UsageError if it is missing, or is `-`."""
     quoted = QUOTED.fullmatch(name)
     name = quoted[2] if quoted else name
     if not name:
@@ -177,7 +184,7 @@ def _path(name: str) -> Path:
         raise UsageError(f"{name!r} is not a file name", "use another name")
     try:
         return Path(name).expanduser()
-    except RuntimeError as error:  # ~somebody who is not there
+    except RuntimeError as error:  # ~name of an unknown user
         raise UsageError(f"{name} is not a path: {error}", "use the full path") from None
 
 

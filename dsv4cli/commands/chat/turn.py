@@ -1,4 +1,4 @@
-"""A turn of `dsv4 chat`: the question put to the model, its answer shown, kept and counted; and how it is stopped."""
+"""A turn of `dsv4 chat`: send the question, stream the answer, save it, and handle Ctrl-C."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.prompt import Message
 
-# a second Ctrl-C within so many seconds quits
+# seconds in which a second Ctrl-C quits
 TWICE = 2.0
-# used up to this share, the context is said to be nearly full
+# fraction of the context above which a warning says that it is nearly full
 NEARLY_FULL = 0.8
-# seconds: tokens that come within so few were held back by a server, and say nothing of its speed
+# seconds: a server that sends all tokens within this time had buffered them, so no speed is reported
 BURST = 0.01
 
-# why the engine has ended a thinking
+# status text by the reason why the engine ended the reasoning
 ENDED = {
     "budget": " · thinking reached its budget",
     "room": " · thinking stopped to leave space for an answer",
@@ -42,19 +42,19 @@ ENDED = {
 
 @dataclass
 class Interrupts:
-    """When Ctrl-C was pressed last."""
+    """Time of the last Ctrl-C, to recognize a double press."""
 
     _last: float = float("-inf")
 
     def again(self) -> bool:
-        """Notes that it is pressed now; whether it is the second time in `TWICE` seconds."""
+        """Record a Ctrl-C. Return whether it is the second one within `TWICE` seconds."""
         before, self._last = self._last, monotonic()
         return self._last - before < TWICE
 
 
 @dataclass
 class Count:
-    """What the session has cost: turns, and tokens that were prefilled, reused, drawn."""
+    """Totals of the session: turns; prompt tokens prefilled and reused from the cache; sampled tokens."""
 
     turns: int = 0
     prefilled: int = 0
@@ -62,13 +62,13 @@ class Count:
     drawn: int = 0
 
 
-# calls in, the messages with their results out, one by one; fewer where the user wants no more of them carried out
+# runs tool calls and yields a message with the result of each; ends early if the user declines to run more
 RunCalls = Callable[[list[dict[str, Any]], Round], "Iterator[Message]"]
 
 
 @dataclass
 class Chat:
-    """A conversation with a model under way: what the commands of the user change and the turns use."""
+    """State of a running conversation, shared by the slash commands and the turns."""
 
     out: Output
     model: str
@@ -81,33 +81,33 @@ class Chat:
     collect_keys: Callable[[], None] = lambda: None
     think_budget: int | None = None
     on_terminal: bool = False
-    edits: bool = False  # the input takes up a draft
-    copies: bool = False  # the terminal may be asked to fill its clipboard
+    edits: bool = False  # the input can start with a draft text
+    copies: bool = False  # the terminal may support copying to its clipboard
     markdown: bool = False
     show_thinking: bool = False
-    draft: str | None = None  # the last question, which the next input changes
+    draft: str | None = None  # text that the next input starts with: the last question
     last: Clock = field(default_factory=Clock)
     count: Count = field(default_factory=Count)
-    stopped: bool = False  # the last turn was, by Ctrl-C
+    stopped: bool = False  # by Ctrl-C, in the last turn
     leaving: bool = False  # by the second Ctrl-C
-    _lost: AnswerLost | None = None  # why there is no more of the last answer
-    _breakable: bool = False  # the prompt is read or calls are carried out, which Ctrl-C ends at once
-    lookalikes: set[str] = field(default_factory=set)  # those that were reported
-    left_out: int = 0  # messages after the system message that the context has no room for
+    _lost: AnswerLost | None = None  # why the last answer is incomplete
+    _breakable: bool = False  # Ctrl-C raises at once: prefill or tool calls are running
+    lookalikes: set[str] = field(default_factory=set)  # already reported
+    left_out: int = 0  # oldest messages dropped from the prompt, not counting the system message
 
     def ask(self, question: str, before: "list[Message]") -> None:
-        """Take a turn: ask, answer, and carry out the calls of tools in it.
+        """Run one turn: send the question, stream the answer, and run the tool calls in it.
 
-        Without an answer the conversation is as `before`. Calls that were carried out stay in it, with their results.
+        If no answer comes, the messages are reset to `before`, unless tool calls ran: those and their results are kept.
 
         Raises:
-            Dsv4Error: at once where the question is not valid Unicode, or the file of the session was changed.
-            KeyboardInterrupt: for the second Ctrl-C, after which the text so far is kept, as after AnswerLost.
+            Dsv4Error: if the question is not valid Unicode, the session's file was changed, or the backend fails.
+            KeyboardInterrupt: on the second Ctrl-C. The partial answer is kept, as it is after AnswerLost.
         """
         from dsv4cli.engine.text.tokenizer import check_unicode
 
         try:
-            check_unicode(question, "the question")  # a file of a session could not be read again
+            check_unicode(question, "the question")  # otherwise the session's file could not be read again
             self.session.check_file()
         except UsageError:
             self.session.messages = before
@@ -116,7 +116,7 @@ class Chat:
         self._take_turn(before)
 
     def answer_again(self) -> None:
-        """Replace the answer to the results of the last calls, which are not carried out again; raises as `ask`."""
+        """Regenerate the answer to the last tool results, without running the calls again. Raises as `ask` does."""
         self.session.check_file()
         before = list(self.session.messages)
         self.session.take_back_answer()
@@ -128,7 +128,7 @@ class Chat:
         with self._signals():
             try:
                 while self._answer():
-                    self.save()  # the calls are not carried out again, whatever happens
+                    self.save()  # so that a failure cannot run the calls again
             except AnswerLost:
                 raise
             except Dsv4Error:
@@ -138,14 +138,14 @@ class Chat:
                     self.out.status("the calls and their results are kept; to ask for the answer again, use /retry")
                 raise
             finally:
-                if self.session.messages == begun:  # it was stopped before a word
+                if self.session.messages == begun:  # stopped before the first token
                     self.session.messages = before
                 self.save()
         if self.leaving:
             raise KeyboardInterrupt
 
     def save(self) -> None:
-        """Makes the session durable, or says that it is not."""
+        """Save the session, or print a warning if that fails."""
         try:
             self.session.save()
         except FileChanged as error:
@@ -154,17 +154,17 @@ class Chat:
             self.out.warning(f"the session was not saved: {error}; to save it elsewhere, use /save FILE")
 
     def choose(self, choices: SessionChoices) -> None:
-        """Notes what the session is led with from now on, for who goes on with it."""
+        """Set the session's choices and save them, so that resuming the session restores them."""
         self.session.choices = choices
         if self.session.messages:
             self.save()
 
     def _answer(self) -> bool:
-        """One answer of the model; whether it goes on after the results of its calls."""
+        """Generate one answer. Return True if tool calls ran and the model must now answer to their results."""
         from dsv4cli.engine.text.reply import name_calls
 
         steps = self.conversation.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
-        self.sampling = self.sampling.plus(1)  # /retry draws anew
+        self.sampling = self.sampling.plus(1)  # a new seed, so that /retry samples another answer
         report_lookalikes(self.out, [text for text in self.conversation.lookalikes if text not in self.lookalikes])
         self.lookalikes.update(self.conversation.lookalikes)
         answer = self._follow(steps)
@@ -185,7 +185,7 @@ class Chat:
         return self._carry_out(calls)
 
     def _carry_out(self, calls: list[dict[str, Any]]) -> bool:
-        """Add the results of calls to the session; whether each has one."""
+        """Run tool calls and add their results to the session. Return whether every call has a result."""
         before = len(self.session.messages)
         self._breakable = True
         try:
@@ -199,23 +199,23 @@ class Chat:
         return len(self.session.messages) - before == len(calls)
 
     def _follow(self, steps: "Iterator[tuple[PartialAnswer, Pieces]]") -> PartialAnswer | None:
-        """Show an answer until it ends, is lost or Ctrl-C comes. Return None where that was before the first token."""
+        """Stream an answer until it ends, is lost or is stopped by Ctrl-C. Return None if it has no token yet."""
         renderer = Renderer(self.out, self.markdown, self.show_thinking, tokens=self.session.choices.url is None)
         self.last = clock = Clock()
         clock.start = perf_counter()
-        if self.stopped:  # before there was a reply to stop
+        if self.stopped:  # stopped before the reply began
             self.conversation.stop()
         answer, self._lost, reading = None, None, Reading(self.out)
         try:
             with keys_wait():
                 for answer, pieces in steps:
                     self.collect_keys()
-                    # a step with a token is short; one of the prompt may take minutes
+                    # a decode step is short; a prefill step may take minutes
                     self._breakable = self.conversation.breakable
                     if self.on_terminal:
                         read = self.conversation.prefilled
                         reading.show(read, read + self.conversation.unread)
-                    while clock.tokens < answer.drawn:  # a server counts them at the end
+                    while clock.tokens < answer.drawn:  # a server reports the count at the end
                         clock.tick(answer.prepared)
                     for kind, text in pieces:
                         renderer.push(kind, text, answer.thoughts)
@@ -231,15 +231,15 @@ class Chat:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Have Ctrl-C end an answer before its next step, or a call or a breakable prefill at once; twice it leaves."""
+        """Handle Ctrl-C: stop before the next step, or at once in tool calls and interruptible prefill. Twice quits."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            if self.interrupts.again():  # perhaps inside the handler of the first: never back to False
+            if self.interrupts.again():  # may run inside the handler of the first: never reset to False
                 self.leaving = True
             self.stopped = True
             self.conversation.stop()
             if self._breakable:
-                self._breakable = False  # once: what follows puts things in order
+                self._breakable = False  # only once: the cleanup must not be interrupted
                 raise KeyboardInterrupt
 
         before = signal.signal(signal.SIGINT, stop)
@@ -249,9 +249,9 @@ class Chat:
             signal.signal(signal.SIGINT, before)
 
     def prompt(self) -> "list[Message]":
-        """The conversation as far as the context has room for it: the oldest questions, with their answers, go first.
+        """Return the messages that fit into the context. The oldest questions are dropped first, with their answers.
 
-        What has gone stays away while the whole does not fit, so that the cache serves for many turns.
+        Dropped messages stay dropped until the whole conversation fits again, so that the prefix cache keeps hitting.
         """
         messages = self.session.prompt()
         start = 0
@@ -261,7 +261,7 @@ class Chat:
             self.left_out = 0
             return messages
         if [message["role"] for message in messages[start + self.left_out :]][:1] != ["user"]:
-            self.left_out = 0  # the conversation is another one by now
+            self.left_out = 0  # the conversation has been replaced
         shorter = messages[:start] + messages[start + self.left_out :]
         dropped = max(self.conversation.messages_to_drop(shorter), 0)
         if dropped:
@@ -273,7 +273,7 @@ class Chat:
         return messages[:start] + messages[start + self.left_out :]
 
     def _report(self, answer: PartialAnswer) -> None:
-        """The line below a turn."""
+        """Print the status line below a turn, and a warning if the context is nearly full."""
         drawn, conversation, clock = answer.drawn, self.conversation, self.last
         self.count.turns += 1
         self.count.prefilled += conversation.prefilled
@@ -293,7 +293,7 @@ class Chat:
             self.out.warning(f"{left} of context left; the oldest messages will soon be dropped from the prompt")
 
     def _used(self, tokens: int) -> str:
-        """How much of the context is used, as far as a server says so."""
+        """Return the context usage as text; empty if the server reports no prompt tokens."""
         if not self.conversation.prompt_tokens:
             return ""
         context = self.conversation.context
