@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass, replace
 from functools import cached_property
 from secrets import randbelow
+from typing import Self
 
 from dsv4cli.errors import UsageError
 
@@ -72,12 +73,13 @@ class Sampling:
         """The same with the seed of the answer that comes `number` after this one's."""
         return replace(self, seed=(self.seed + number) % (MAX_SEED + 1))
 
-    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> "Sampling":
-        """The same but for what is given; a seed that is not given is drawn."""
-        return Sampling(
-            self.temperature if temperature is None else temperature,
-            self.top_p if top_p is None else top_p,
-            randbelow(MAX_SEED + 1) if seed is None else seed,
+    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> Self:
+        """Return a copy with the values that are not None, and with a random seed if `seed` is None."""
+        return replace(
+            self,
+            temperature=self.temperature if temperature is None else temperature,
+            top_p=self.top_p if top_p is None else top_p,
+            seed=randbelow(MAX_SEED + 1) if seed is None else seed,
         )
 
 

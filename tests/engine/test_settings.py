@@ -121,6 +121,7 @@ def test_what_is_given_is_chosen():
     assert own.chosen(None, None, 3) == Sampling(0.6, 0.95, 3)
     assert own.chosen(0.0, 0.5, 3) == Sampling(0.0, 0.5, 3)
     assert len({own.chosen(None, None, None).seed for _ in range(4)}) > 1
+    assert Sampling(0.6, 0.95, logit_bias=((1, 2.0),)).chosen(0.0, None, 3) == Sampling(0.0, 0.95, 3, ((1, 2.0),))
 
 
 @pytest.mark.parametrize(("text", "most"), [("auto", None), ("off", 0), ("1", 1), ("7", 7)])

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 from dsv4cli.engine.chat import api_client
 from dsv4cli.engine.chat.answer import Pieces
@@ -32,12 +32,11 @@ class RemoteSampling(Sampling):
 
     given: frozenset[str] = frozenset()
 
-    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> "RemoteSampling":
+    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> Self:
         """Return what `Sampling.chosen` does, and record which parameters are given."""
         values = {"temperature": temperature, "top_p": top_p}
         given = self.given | {name for name, value in values.items() if value is not None}
-        both = super().chosen(temperature, top_p, seed)
-        return RemoteSampling(both.temperature, both.top_p, both.seed, given=given)
+        return replace(super().chosen(temperature, top_p, seed), given=given)
 
 
 Reply = Generator[tuple[RemoteAnswer, Pieces], None, None]
