@@ -35,6 +35,7 @@ from dsv4cli.engine.checkpoint.naming import (
 from dsv4cli.engine.config.checks import check_blocks
 from dsv4cli.engine.config.dialects import names_drafter
 from dsv4cli.engine.config.formats import FormatName
+from dsv4cli.engine.config.keys import MODEL_TYPE
 from dsv4cli.engine.config.model_config import Drafter, ModelConfig
 from dsv4cli.engine.config.presets import ASSUMED_RELEASE, PRESETS, Release
 from dsv4cli.engine.config.read import parse_config, read_config, read_json
@@ -206,8 +207,8 @@ def _refuse_foreign(folder: Path) -> None:
     if gguf and not any(name.endswith(".safetensors") for name in names):
         raise refusal(folder, GGUF, gguf[0])
     values = _root_config(folder)
-    kind = values.get("model_type", "deepseek_v4")
-    if kind != "deepseek_v4":
+    kind = values.get("model_type", MODEL_TYPE)
+    if kind != MODEL_TYPE:
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
         remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
         raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")

@@ -1,7 +1,6 @@
 """The table of storage formats: dtype, packing and scales of a matrix in a checkpoint; no torch.
 
-To add a format, add an entry to STORAGE, its decoding to checkpoint/values.py (numpy) and, if the engine runs it
-unconverted, a branch to `block_scale.dequantise` and to the kernels.
+How to add a format: "A storage format" in CONTRIBUTING.md.
 Sources: the releases' headers, ModelOpt's and compressed-tensors' exports.
 """
 

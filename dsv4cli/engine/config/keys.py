@@ -5,6 +5,8 @@ Sources: the releases' root `config.json`, `inference/config.json` and the defau
 
 from typing import Any
 
+# model_type of the releases, in config.json
+MODEL_TYPE = "deepseek_v4"
 # inference/config.json key -> config.json key (official `ModelArgs`)
 INFERENCE_KEYS = {
     "n_layers": "num_hidden_layers",

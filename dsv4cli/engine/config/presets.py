@@ -6,6 +6,8 @@ reads.
 
 from typing import Any, Literal, get_args
 
+from dsv4cli.engine.config.keys import MODEL_TYPE
+
 Release = Literal["v4", "0731"]
 """The prompt encoder that a checkpoint was trained with: April 2026 (Flash, Pro), or 0731 and later."""
 RELEASES: tuple[Release, ...] = get_args(Release)
@@ -13,7 +15,7 @@ RELEASES: tuple[Release, ...] = get_args(Release)
 ASSUMED_RELEASE: Release = "v4"
 
 COMMON: dict[str, Any] = {
-    "model_type": "deepseek_v4",
+    "model_type": MODEL_TYPE,
     "head_dim": 512,
     "qk_rope_head_dim": 64,
     "o_lora_rank": 1024,

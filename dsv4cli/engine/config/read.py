@@ -14,6 +14,7 @@ from dsv4cli.engine.config.keys import (
     FIXED,
     IGNORED,
     INTEGERS,
+    MODEL_TYPE,
     NUMBERS,
     RELEASE_KEY,
     ROPE_FIXED,
@@ -127,11 +128,11 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
-    model_type = values.get("model_type", "deepseek_v4")
-    if model_type != "deepseek_v4":
+    model_type = values.get("model_type", MODEL_TYPE)
+    if model_type != MODEL_TYPE:
         remedy = "use a release of that model's own engine (vLLM and SGLang run it)"
         raise UnsupportedCheckpoint(
-            f"{where}: model_type is {model_type!r}, this engine runs 'deepseek_v4' only", remedy
+            f"{where}: model_type is {model_type!r}, this engine runs {MODEL_TYPE!r} only", remedy
         )
 
 

@@ -23,6 +23,7 @@ from dsv4cli.engine.config.keys import (
     INFERENCE_KEYS,
     INFERENCE_ROPE_KEYS,
     LAYER_TYPES,
+    MODEL_TYPE,
     NVFP4_QUANTIZATION,
     RELEASE_KEY,
     RELEASED,
@@ -94,7 +95,7 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     harmless = {*FIXED, *IGNORED, *(TRANSFORMERS_KEYS if transformers else ())} - {"dtype"}
     values = {key: value for key, value in source.items() if key in harmless}
     values |= {key: FIXED[key] for key in RELEASED} | _model(config)
-    values |= {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+    values |= {"model_type": MODEL_TYPE, "architectures": ["DeepseekV4ForCausalLM"]}
     values |= {"torch_dtype": TORCH_DTYPE[formats.dense], "expert_dtype": STORAGE[formats.experts].expert_dtype}
     if config.release is not None:
         values[RELEASE_KEY] = config.release

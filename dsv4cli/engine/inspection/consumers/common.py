@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dsv4cli.engine.config.keys import MODEL_TYPE
 from dsv4cli.engine.inspection.consumers.checkpoint import (
     CONFIG,
     TOKENIZER,
@@ -75,8 +76,8 @@ def root_config(*, architecture: bool) -> Rule:
         if CONFIG not in checkpoint.files:
             yield Finding("no", "there is no config.json", RELEASED)
             return
-        if checkpoint.config.get("model_type") != "deepseek_v4":
-            yield Finding("no", "config.json has no model_type", 'add "model_type": "deepseek_v4" to config.json')
+        if checkpoint.config.get("model_type") != MODEL_TYPE:
+            yield Finding("no", "config.json has no model_type", f'add "model_type": "{MODEL_TYPE}" to config.json')
         if architecture and checkpoint.config.get("architectures") != [OFFICIAL_ARCHITECTURE]:
             yield Finding(
                 "no",
