@@ -1,4 +1,4 @@
-"""What a user can choose about a generation, checked; no torch."""
+"""Sampling, length and drafting settings that a user can choose, validated. No torch."""
 
 import math
 import re
@@ -11,10 +11,10 @@ from typing import Self
 from dsv4cli.errors import UsageError
 
 MAX_SEED = 2**32 - 1
-# logits divided by less overflow; what it draws is the likeliest token anyway
+# logits divided by less overflow, and sampling returns the most likely token anyway
 MIN_TEMPERATURE = 1e-6
 MOST_BIAS = 100.0
-# the newest token and these are the rows of a step; the model's state takes back as many: config/capacity.py
+# the newest token and the drafts are the rows of a step; the state can roll back as many tokens: config/capacity.py
 MOST_DRAFTS = 7
 DRAFT_REMEDY = f"use auto, off or a number from 1 to {MOST_DRAFTS}"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
@@ -22,18 +22,18 @@ UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib
 
 
 def require(holds: bool, option: str, value: object, remedy: str) -> None:
-    """Raises UsageError naming an option whose value cannot be."""
+    """Raise UsageError, naming the option, unless its value is valid."""
     if not holds:
         raise UsageError(f"{option} cannot be {value}", remedy)
 
 
 def check_device(name: str) -> None:
-    """Raises UsageError for what no device is called, whether or not this machine has it."""
+    """Raise UsageError unless a text is a device name, whether or not this machine has the device."""
     require(DEVICE.fullmatch(name) is not None, "--device", repr(name), "use auto, cpu, cuda or cuda:N")
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes of a size as in 5GB, 500MB or 4.5GiB. Raises UsageError."""
+    """Return the bytes of a size such as 5GB, 500MB or 4.5GiB. Raises UsageError."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)\s*([kmgt]i?b)", text.strip().lower(), re.ASCII)
     size = round(float(match[1]) * UNITS[match[2]]) if match else 0
     if not size:
@@ -43,8 +43,13 @@ def parse_size(option: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class Sampling:
-    """temperature 0 is greedy. top_p: the smallest set of likeliest tokens with at least this probability is drawn
-    from. logit_bias: token ids, and what is added to their logits before that, from -100 to 100."""
+    """Sampling parameters. Raises UsageError for invalid values.
+
+    Attributes:
+        temperature: 0 for greedy.
+        top_p: tokens are sampled from the smallest set of most likely tokens with at least this total probability.
+        logit_bias: token ids and the biases, from -100 to 100, that are added to their logits before that.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -66,11 +71,11 @@ class Sampling:
 
     @cached_property
     def packed_bias(self) -> "array[float]":
-        """The ids of `logit_bias`, then what is added to each, packed: fp64 holds both exactly."""
+        """The ids of `logit_bias`, then their biases, packed: fp64 holds both exactly."""
         return array("d", [*(token for token, _ in self.logit_bias), *(bias for _, bias in self.logit_bias)])
 
     def plus(self, number: int) -> "Sampling":
-        """The same with the seed of the answer that comes `number` after this one's."""
+        """Return a copy with the seed of the answer `number` places after this one."""
         return replace(self, seed=(self.seed + number) % (MAX_SEED + 1))
 
     def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> Self:
@@ -85,9 +90,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Limits:
-    """max_tokens: of an answer. max_context: of prompt and answer, None for the model's own. prefill_chunk: tokens of
-    one prompt in a step, None for as many as have room. logprobs: alternatives to report for each token, at most the
-    vocabulary. stops: texts that end an answer."""
+    """Limits of an answer. Raises UsageError for invalid values.
+
+    Attributes:
+        max_tokens: tokens of the answer.
+        max_context: tokens of prompt and answer; None for the model's own limit.
+        prefill_chunk: tokens of one prompt in a step; None for as many as fit.
+        logprobs: number of alternatives to report for each token, at most the vocabulary size.
+        stops: texts that end an answer.
+    """
 
     max_tokens: int = 4096
     max_context: int | None = None
@@ -110,8 +121,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Drafting:
-    """most: how many tokens a drafter may guess ahead of each step of a request: 0 for none, None for as many as
-    pay. always: so many in every step, whether or not they pay."""
+    """How many draft tokens a drafter adds to each step of a request.
+
+    Attributes:
+        most: maximum number of draft tokens; 0 for none, None for as many as pay off.
+        always: draft that many tokens in every step, even if they do not pay off.
+    """
 
     most: int | None = 0
     always: bool = False
@@ -121,7 +136,7 @@ class Drafting:
 
     @property
     def required(self) -> bool:
-        """Whether a number was asked for, so that there must be a drafter."""
+        """Whether a number was specified, which requires a drafter."""
         return bool(self.most)
 
 
@@ -129,7 +144,7 @@ AUTO_DRAFTING, NO_DRAFTS = Drafting(None), Drafting(0)
 
 
 def parse_drafting(text: str) -> Drafting:
-    """What `auto`, `off` or a number of drafts from 1 on asks for. Raises UsageError."""
+    """Parse `auto`, `off` or a number of draft tokens, at least 1. Raises UsageError."""
     if text in ("auto", "off"):
         return Drafting(None if text == "auto" else 0)
     require(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None, "--draft", repr(text), DRAFT_REMEDY)

@@ -60,7 +60,7 @@ BOS, EOS, EOT = "tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "t
 TOKENS = "tokenizer.ggml.tokens"
 # dsv4's own key, as RELEASE_KEY in config.json
 RELEASE = "dsv4.release"
-REMEDY = "convert the model anew: `dsv4 convert flash OUT --to gguf`"
+REMEDY = "convert the model again: `dsv4 convert flash OUT --to gguf`"
 
 
 def gguf_values(config: ModelConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Writes a file in pieces from several threads, and computes its SHA-256 meanwhile. No torch.
+"""Writes a file in pieces from several threads, and computes its SHA-256 at the same time. No torch.
 
-SHA-256 needs the bytes in order. A piece that comes early waits in memory if the budget allows; other pieces, and those
-that an earlier run has written, are read back from the file.
+SHA-256 needs the bytes in order. A piece that is too early to hash waits in memory if the budget allows; other pieces,
+and those that an earlier run has written, are read back from the file.
 """
 
 import errno

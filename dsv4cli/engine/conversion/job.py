@@ -39,8 +39,12 @@ from dsv4cli.version import __version__
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion to carry out. max_file: the most bytes per file. texts: further files. notes: what the output
-    lacks.
+    """A conversion to run.
+
+    Attributes:
+        max_file: maximum bytes per file.
+        texts: additional files, by name.
+        notes: what the output lacks.
     """
 
     source: FolderIdentity
@@ -261,7 +265,7 @@ class Conversion:
 
     @property
     def job(self) -> str:
-        """What identifies this conversion, whatever its parts: a hash of plan and source."""
+        """Hash of plan and source. It is equal for all parts of this conversion."""
         return job_of(self.description, self.source_times())
 
 
@@ -274,12 +278,14 @@ def job_of(plan: Mapping[str, Any], times: Times) -> str:
 def whole_copies(
     matrices: Mapping[str, Mapping[Role, TensorSpec]], naming: Naming, is_here: Callable[[str], bool]
 ) -> dict[str, list[int]]:
-    """The matrices all of whose stored tensors are here, and which of their copies: every rank has one of what is not
-    cut."""
+    """Return the matrices whose stored tensors are all here, and which of their copies.
+
+    A matrix that is not sharded has one copy per rank.
+    """
     found: dict[str, list[int]] = {}
     for matrix, roles in matrices.items():
         locations = [naming.locations(spec) for spec in roles.values()]
-        # a cut tensor needs all of its parts, of one that is whole every location is a copy
+        # a sharded tensor needs all of its parts; of a replicated one, every location is a copy
         copies = (
             [[location for part in locations for location in part]]
             if locations[0][0].cut
@@ -292,7 +298,7 @@ def whole_copies(
 
 
 def _only(checkpoint: Checkpoint, wanted: Mapping[str, TensorSpec]) -> Checkpoint:
-    """The checkpoint as if it held these tensors only."""
+    """Return the checkpoint as if it contained only these tensors."""
     return replace(
         checkpoint,
         tensors={key: info for key, info in checkpoint.tensors.items() if key in wanted},

@@ -1,9 +1,9 @@
-"""What of a conversion is on the disk for good, so that an interrupted one goes on; no torch.
+"""Journal of a conversion: records what is synced to disk, so that an interrupted conversion can resume. No torch.
 
-The folder `.dsv4-convert` inside the output holds the plan in words that can be compared, unfinished files under their
-final names, and one journal for each part of a shared job. A line is written after the bytes that it speaks of have
-been synced; a line cut off by a crash does not count. A complete file is there with its hash, and what a comparison
-with the source has found is there as well.
+The folder `.dsv4-convert` inside the output contains the plan as JSON, unfinished files under their final names, and
+one journal for each part of a shared job. A journal line is written after the bytes that it describes have been synced;
+a line cut off by a crash is ignored. The journal also records the hash of each complete file and the result of the
+last comparison with the source.
 """
 
 import json
@@ -22,15 +22,15 @@ from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.harmless import shell_word
 
 PLAN = "plan.json"
-# of a shared job
+# maximum number of parts of a shared job
 MAX_PARTS = 99_999
-# of a file of the source: bytes, and nanoseconds of the last change
+# of each file of the source: bytes, and modification time in ns
 Times = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
 class Part:
-    """Which part of a shared job this is: the `index`-th of `count`, from 1."""
+    """A part of a shared job: number `index` of `count`, counted from 1."""
 
     index: int = 1
     count: int = 1
@@ -38,8 +38,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the last comparison of a part with the source has found. cut: matrices of the part that could not be
-    compared, because other parts have the rest of them."""
+    """The result of the last comparison of a part with the source.
+
+    Attributes:
+        cut: number of the part's matrices that could not be compared, because other parts have the rest of them.
+    """
 
     sound: bool
     check: Literal["sample", "full"]
@@ -49,8 +52,11 @@ class Verdict:
 class Journal:
     """The journal of one part of one conversion.
 
-    batches: of each unfinished file, how many are written. hashes: of each complete file. verdict: None where the files
-    have not been compared since the last of them was written; a bad one stays until all is compared again.
+    Attributes:
+        batches: number of written batches of each unfinished file.
+        hashes: hash of each complete file.
+        verdict: None if a file was written since the last comparison. A bad verdict stays until everything is compared
+            again.
     """
 
     def __init__(self, output: Path, part: Part) -> None:
@@ -66,16 +72,18 @@ class Journal:
 
     @contextmanager
     def opened(self, plan: Mapping[str, Any], times: Times) -> Iterator["Journal"]:
-        """Starts a journal or continues the one that is there, and holds it: another process on the same part is
-        refused.
+        """Start a journal or continue the existing one, and lock it against other processes on the same part.
 
-        times: of the files of the source. Raises UsageError where the folder holds another plan, or the source has
-        changed since it began.
+        Args:
+            times: size and modification time of each file of the source.
+
+        Raises UsageError if the folder has another plan, if the source has changed since the conversion began, or if
+        another process has locked the journal.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         check_plan(self.folder, plan)
         with self._held(os.O_CREAT):
-            # not before: of two that begin at once with other options, one would continue what the other has written
+            # under the lock: of two processes that start at once, one must not continue the other's files
             begin_plan(self.folder, plan)
             if not self.times:
                 self._append({"source": times})
@@ -89,7 +97,7 @@ class Journal:
 
     @contextmanager
     def joined(self) -> Iterator["Journal"]:
-        """Holds the journal of a part that is done. Raises CheckpointError where there is none."""
+        """Lock the journal of a finished part. Raises CheckpointError if there is none."""
         if not self.path.is_file():
             index, count = self.part.index, self.part.count
             raise CheckpointError(
@@ -136,15 +144,15 @@ class Journal:
             self.batches[entry["file"]] = entry["batches"]
 
     def record(self, file: str, batches: int) -> None:
-        """The first `batches` batches of a file are on the disk."""
+        """Record that the first `batches` batches of a file are on disk."""
         self._append({"file": file, "batches": batches})
 
     def complete(self, file: str, sha256: str) -> None:
-        """All of a file is on the disk, and this is its hash."""
+        """Record that a file is completely on disk, and its hash."""
         self._append({"file": file, "sha256": sha256})
 
     def judge(self, verdict: Verdict) -> None:
-        """What a comparison of this part with the source has found."""
+        """Record the result of comparing this part with the source."""
         self._append({"verdict": asdict(verdict)})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
@@ -154,7 +162,7 @@ class Journal:
 
 
 def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Writes the plan of a conversion, unless it is there. Raises as `check_plan`."""
+    """Write the plan of a conversion unless it exists. Raises as `check_plan`."""
     path = folder / PLAN
     if not path.exists():
         write_file(path, json.dumps(plan).encode(), folder)
@@ -162,7 +170,7 @@ def begin_plan(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Raises UsageError where the folder holds another plan."""
+    """Raise UsageError if the folder has another plan."""
     path = folder / PLAN
     if path.exists() and read_plan(path) != plan:
         raise UsageError(
@@ -172,7 +180,10 @@ def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """The plan of a conversion that has begun."""
+    """Return the plan of an unfinished conversion.
+
+    Raises UsageError if there is none, CheckpointError if it is damaged.
+    """
     try:
         plan: dict[str, Any] = json.loads(path.read_bytes())
         _check_plan(plan)
@@ -189,8 +200,10 @@ def read_plan(path: Path) -> dict[str, Any]:
 
 
 def _check_plan(plan: Mapping[str, Any]) -> None:
-    """Raises ValueError, TypeError, KeyError or AttributeError unless it says what a plan says, of files inside the
-    output alone: it may come from another machine."""
+    """Raise ValueError, TypeError, KeyError or AttributeError unless a plan is valid.
+
+    A plan may come from another machine, so all its files must be inside the output.
+    """
     files, metadata = plan["files"], plan["metadata"]
     sound = [type(file[key]) is int for file in files.values() for key in ("nbytes", "header_bytes")]
     sound += [isinstance(file["header"], str) for file in files.values()]
@@ -203,23 +216,23 @@ def _check_plan(plan: Mapping[str, Any]) -> None:
 
 
 def write_file(path: Path, content: bytes, workshop: Path) -> None:
-    """Writes a file that appears complete or not at all, also after a crash; `workshop` is the journal's folder."""
+    """Write a file that appears complete or not at all, even after a crash. workshop: the journal's folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic.write_file(path, content, temporary_name(path, workshop))
 
 
 def temporary_name(path: Path, workshop: Path) -> Path:
-    """A name in the journal's folder that no other process takes, on another machine either."""
+    """Return a name in the journal's folder that no other process uses, not even on another machine."""
     return workshop / f"{path.name}.{token_hex(8)}"
 
 
 def _lock(descriptor: int, path: Path) -> None:
-    # not on every platform that Python knows, and only a conversion needs it
+    # imported here: not every platform has it, and only conversions need it
     import fcntl
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # the process that held it may have finished, and removed the folder
+        # the process that held the lock may have finished and removed the folder
         held = os.fstat(descriptor).st_nlink > 0
     except BlockingIOError:
         held = False

@@ -1,6 +1,6 @@
-"""SHA256SUMS: a hash of every file of a finished output, as sha256sum writes and checks it; no torch.
+"""SHA256SUMS: a hash of every file of a finished output, in the format of sha256sum. No torch.
 
-Its first line, a comment to sha256sum, says which conversion the output is of. Readers of models know no such file.
+The first line, a comment for sha256sum, identifies the conversion. Programs that load models ignore the file.
 """
 
 import json
@@ -26,13 +26,18 @@ CHECKS = ("off", "sample", "full")
 
 
 class Stopped(Exception):
-    """Hashing has been called off."""
+    """Hashing was canceled."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What an output is made of. jobs: hashes of plan and source, of each machine. layer: of the source, the first.
-    compared: with the source: full, sample or off."""
+    """The conversion that made an output.
+
+    Attributes:
+        jobs: hashes of plan and source, one per machine.
+        layer: the source's layer that is the output's first.
+        compared: how much was compared with the source: full, sample or off.
+    """
 
     to: str
     jobs: tuple[str, ...]
@@ -42,20 +47,20 @@ class Origin:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The hash of each file by its path below the folder, and where all of them come from, if the first line says."""
+    """The hash of each file by its path below the folder, and the conversion that made them, if the file states it."""
 
     hashes: Mapping[str, str]
     origin: Origin | None
 
     def content(self) -> bytes:
-        """The bytes of the file, which has the names as the system keeps them, UTF-8 or not."""
+        """Return the bytes of the file. Names are encoded as the file system stores them, even if not UTF-8."""
         first = [] if self.origin is None else [MARK + json.dumps(asdict(self.origin))]
         lines = [*first, *(_line(name, self.hashes[name]) for name in sorted(self.hashes))]
         return os.fsencode("\n".join(lines) + "\n")
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, None where there is none. Raises CheckpointError for a file that is none."""
+    """Return the manifest of a folder, or None if there is none. Raises CheckpointError if the file is invalid."""
     path = folder / MANIFEST
     try:
         lines = os.fsdecode(read_bytes(path)).split("\n")
@@ -94,7 +99,7 @@ def _entry(line: str) -> tuple[str, str]:
 
 
 def changed(path: Path) -> UnsoundResult:
-    """What is said of a file of an unfinished output whose bytes are not those that were written."""
+    """Return the error for a file of an unfinished output that has changed since it was written."""
     return UnsoundResult(
         f"{path} has changed since it was written: its sha256 differs",
         f"check the disk, then `rm {shell_word(path)}` and convert again: that writes this file again",
@@ -102,7 +107,11 @@ def changed(path: Path) -> UnsoundResult:
 
 
 def hash_file(path: Path, report: Callable[[int], None] | None = None, stop: threading.Event | None = None) -> str:
-    """SHA-256 of a file; `report` gets the bytes of each piece. Raises OSError, and Stopped once `stop` is set."""
+    """Return the SHA-256 of a file. Raises OSError, and Stopped once `stop` is set.
+
+    Args:
+        report: called with the number of bytes of each piece.
+    """
     found = sha256()
     with open(open_file(path), "rb", buffering=0) as file:
         piece = memoryview(bytearray(CHUNK))
@@ -116,7 +125,7 @@ def hash_file(path: Path, report: Callable[[int], None] | None = None, stop: thr
 
 
 def hash_files(paths: Iterable[Path], workers: int, progress: Progress | None = None) -> Iterator[str]:
-    """The hash of each file in their order, several at once. Raises OSError."""
+    """Yield the hash of each file, in the order of the files; several are hashed at once. Raises OSError."""
     paths, lock, done, stop = tuple(paths), threading.Lock(), 0, threading.Event()
     total = sum(path.stat().st_size for path in paths)
 

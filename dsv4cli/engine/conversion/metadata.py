@@ -1,7 +1,7 @@
-"""The files beside the weights: what the readers of each target expect in them, and what is copied; no torch.
+"""Metadata and other small files of an output: what the readers of each target expect, and what is copied. No torch.
 
-Readers: the official generate.py of inference/config.json; transformers 5.23 (DeepseekV4Config, FineGrainedFP8Config),
-vLLM (DeepseekV4FP8Config) and SGLang of config.json, the last two of moe_quant_algo in it.
+Readers of inference/config.json: the official generate.py. Readers of config.json: transformers 5.23 (DeepseekV4Config,
+FineGrainedFP8Config), vLLM (DeepseekV4FP8Config) and SGLang; the last two also read moe_quant_algo in it.
 """
 
 import json
@@ -40,23 +40,26 @@ from dsv4cli.kernels.formats import FP4_BLOCK, NVFP4_BLOCK
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
 WEIGHTS = {".safetensors", ".bin", ".gguf", ".pt"}
 TORCH_DTYPE = {"bf16": "bfloat16", "f32": "float32"}
-# as in nvidia/DeepSeek-V4-Flash-NVFP4, whose layout this is; readers look for the name
+# as in nvidia/DeepSeek-V4-Flash-NVFP4, which has this layout; readers check the name
 PRODUCER = {"name": "modelopt", "version": "dsv4-nvfp4-experts"}
-# ModelOpt's patterns of what is not in NVFP4
+# ModelOpt's patterns for matrices that are not in NVFP4
 NOT_NVFP4 = ["*.attn.*", "*.ffn.shared_experts.*", "head", "mtp.*"]
 # targets that the official scripts do not read
 PLAIN = ("transformers", "gguf", "compressed-tensors")
-# the routed experts, by the names in the files and by those of vLLM's modules
+# the routed experts, by their names in the files and by vLLM's module names
 PACKED_TARGETS = [r"re:.*experts\.\d+\.w[123]$", r"re:.*experts\.\d+\.(gate|up|down)_proj$"]
 # root keys that official ModelArgs does not have
 NOT_OFFICIAL_ARGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", "rope_scaling"}
 
 
 def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, str]:
-    """Path below the output folder and text of every metadata file of a conversion.
+    """Return the text of every metadata file of a conversion, by its path below the output folder.
 
-    folder: the source, of whose root config.json the keys survive that describe neither the model nor its storage.
-    config, formats: of the output. Each file is read back by read_config to the same `config`.
+    Every file is read back by read_config to the same `config`.
+
+    Args:
+        folder: the source. Keys of its root config.json that describe neither the model nor its storage are kept.
+        config, formats: of the output.
     """
     # random weights and GGUF have none
     has_config = any((folder / name).is_file() for name in (CONFIG, INFERENCE))
@@ -70,8 +73,10 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
 
 
 def copied_files(folder: Path) -> list[Path]:
-    """The files of a folder that go into the output as they are: neither weights, index, metadata nor hidden. Links
-    that lead nowhere are among them: what they stand for is lost."""
+    """Return the files that are copied to the output unchanged: neither weights, index, metadata nor hidden files.
+
+    Dangling links are included, so that the caller can report them.
+    """
     every = (path for path in sorted(folder.rglob("*")) if path.is_file() or is_dead(path))
     paths = {path.relative_to(folder): path for path in every}
     return [
@@ -79,14 +84,14 @@ def copied_files(folder: Path) -> list[Path]:
         for below, path in paths.items()
         if path.suffix not in WEIGHTS
         and not path.name.endswith(".index.json")
-        # hashes of the source's files are not those of the output's
+        # the source's hashes do not apply to the output
         and below.as_posix() not in {CONFIG, INFERENCE, NVFP4_MANIFEST, MANIFEST}
         and not any(part.startswith(".") for part in below.parts)
     ]
 
 
 def is_dead(path: Path) -> bool:
-    """Whether a path is a link to what is not there."""
+    """Return whether a path is a dangling symbolic link."""
     return path.is_symlink() and not os.path.exists(path)
 
 
@@ -102,7 +107,7 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
     if transformers:
         values |= _transformers(config) | {"dtype": values["torch_dtype"]}
     if target == "gguf":
-        # the files say themselves how they are stored
+        # GGUF files state their own storage types
         return {key: value for key, value in values.items() if key != "expert_dtype"}
     if target == "compressed-tensors":
         return values | {"quantization_config": _packed_quantization(config, formats)}
@@ -111,7 +116,7 @@ def _root(source: Mapping[str, Any], config: ModelConfig, formats: Formats, targ
 
 
 def _model(config: ModelConfig) -> dict[str, Any]:
-    """The official root keys of a model, in the number types of the releases."""
+    """Return the official root keys of a model, with the number types that the releases use."""
     values = asdict(config)
     del values["release"]
     yarn, dspark, ends = values.pop("yarn"), values.pop("dspark"), values.pop("eos_token_ids")
@@ -120,7 +125,7 @@ def _model(config: ModelConfig) -> dict[str, Any]:
         values[key] = _whole(values[key])
     values["compress_ratios"] = list(config.compress_ratios)
     values["rope_scaling"] = {"type": "yarn"} | {key: _whole(value) for key, value in yarn.items()}
-    # the releases with DSpark say 1 here and three stages in compress_ratios
+    # releases with DSpark have 1 here, and three stages in compress_ratios
     values["num_nextn_predict_layers"] = 1 if dspark else config.draft_stages
     if dspark:
         dspark["target_layer_ids"] = list(dspark["target_layer_ids"])
@@ -133,7 +138,7 @@ def _whole(value: float) -> float:
 
 
 def _transformers(config: ModelConfig) -> dict[str, Any]:
-    """What transformers 5.23 DeepseekV4Config makes of the official keys, and writes instead of them."""
+    """Return the keys that transformers 5.23 DeepseekV4Config writes in place of the official ones."""
     model, share = _model(config), config.qk_rope_head_dim / config.head_dim
     main = {"rope_type": "default", "rope_theta": model["rope_theta"]}
     compress = {"rope_type": "yarn", "rope_theta": model["compress_rope_theta"], "attention_factor": ATTENTION_FACTOR}
@@ -149,7 +154,7 @@ def _transformers(config: ModelConfig) -> dict[str, Any]:
 
 
 def _inference(config: ModelConfig, formats: Formats) -> dict[str, Any]:
-    """The official ModelArgs; its expert_dtype knows "fp4" or null, which is the dtype of the other matrices."""
+    """Return the official ModelArgs. Its expert_dtype is "fp4", or null for the dtype of the other matrices."""
     model = _model(config)
     rope = {key: model["rope_scaling"][name] for key, name in INFERENCE_ROPE_KEYS.items()}
     names = {name: key for key, name in INFERENCE_KEYS.items()}
@@ -162,15 +167,14 @@ def _inference(config: ModelConfig, formats: Formats) -> dict[str, Any]:
 
 
 def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
-    """The quantization_config; empty where nothing is quantised, and then there must be none.
+    """Return the quantization_config, or an empty dict if nothing is quantized: then there must be no such key.
+     ignored_layers has the official names of the matrices that are bf16 or fp32 while others are quantized. vLLM and
+    SGLang match these names exactly (routed experts by their module's name). transformers reads the key as
+    modules_to_not_convert: it treats the entries as regular expressions, renames them like its weights, and then no
+    longer skips the head by default. Patterns as in `ignore` would make it fail.
 
-    ignored_layers names, by their official names, the matrices that are in bf16 or fp32 while others are not. vLLM and
-    SGLang leave them unquantised (by the name, a layer's routed experts by that of their module), transformers takes
-    the key as modules_to_not_convert: regular expressions, renamed as its weights are, beside which it no longer
-    spares the head by itself. Patterns as in `ignore` would stop it.
-
-    vLLM and transformers refuse an expert_dtype other than fp4 and fp8 where there is a quantization_config: bf16
-    experts beside fp8 matrices load in neither, rather than in a wrong way.
+    vLLM and transformers reject an expert_dtype other than fp4 and fp8 if there is a quantization_config. So a model
+    with bf16 experts and fp8 matrices fails to load in both, instead of loading incorrectly.
     """
     if not (is_quantised(formats.linear) or is_quantised(formats.experts)):
         return {}
@@ -187,9 +191,9 @@ def _quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
 
 
 def _packed_quantization(config: ModelConfig, formats: Formats) -> dict[str, Any]:
-    """The quantization_config of compressed-tensors: the routed experts, weights alone; all else is in bf16.
+    """Return the quantization_config of compressed-tensors: weight-only for the routed experts, all else bf16.
 
-    vLLM asks by its own names for the projections, and by these for the files.
+    vLLM matches its own names for the projections; the other patterns match the names in the files.
     """
     nvfp4 = formats.experts == "nvfp4"
     form = "nvfp4-pack-quantized" if nvfp4 else "mxfp4-pack-quantized"
@@ -213,7 +217,7 @@ def _packed_quantization(config: ModelConfig, formats: Formats) -> dict[str, Any
 
 
 def _nvfp4_manifest(config: ModelConfig, formats: Formats) -> dict[str, Any]:
-    """hf_quant_config.json as ModelOpt writes it."""
+    """Return hf_quant_config.json as ModelOpt writes it."""
     quantization = {key: NVFP4_QUANTIZATION[key] for key in ("quant_algo", "group_size")}
     quantization |= {"kv_cache_quant_algo": None, "quantized_layers": _nvfp4_layers(config, formats)}
     return {"producer": PRODUCER, "quantization": quantization | {"exclude_modules": NOT_NVFP4}}
@@ -225,8 +229,8 @@ def _nvfp4_layers(config: ModelConfig, formats: Formats) -> dict[str, Any]:
 
 
 def _modules(config: ModelConfig, formats: Formats) -> dict[str, str]:
-    """Every matrix that has a storage format, the routed experts of a layer as one, with that format."""
-    # one expert stands for all
+    """Return the storage format of every matrix that has one; the routed experts of a layer are one entry."""
+    # one expert represents all
     specs = expected_tensors(replace(config, n_routed_experts=1, num_experts_per_tok=1), formats).values()
     return {
         spec.matrix.split(".experts.")[0] + ".experts" * (spec.expert is not None): spec.form

@@ -1,4 +1,4 @@
-"""From what a user typed to a conversion that can begin."""
+"""Turns the options of `dsv4 convert` into a conversion."""
 
 import os
 import re
@@ -26,14 +26,14 @@ from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import UsageError
 
-# more threads than this wait for the disk and for each other
+# more threads than this only wait for the disk and for each other
 MAX_WORKERS = 16
 NO_DRAFTER = "the drafter is left out: llama.cpp has one in a file of its own, and ds4 under other names"
 
 
 @dataclass(frozen=True)
 class ConversionOptions:
-    """The options of `dsv4 convert` as typed; None where they were left out."""
+    """The options of `dsv4 convert` as typed; None for options that were not set."""
 
     to: TargetName
     ranks: int | None
@@ -48,7 +48,7 @@ class ConversionOptions:
 
 
 def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conversion, int, torch.device]:
-    """The conversion, the number of threads and the device. Raises what naming a source or a choice wrongly raises."""
+    """Return the conversion, the number of threads and the device. Raises Dsv4Error for an invalid source or option."""
     model = resolve_model(source)
     identity = source_identity(model)
     layers = None if choices.layers is None else parse_layers(choices.layers)
@@ -69,7 +69,10 @@ def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conv
 
 
 def _texts(model: FolderSource | RandomSource, identity: FolderIdentity) -> dict[str, str]:
-    """What no file of the source says and an output needs: the vocabulary of random weights, or of a GGUF file."""
+    """Return the files that the source does not have and the output needs.
+
+    That is the tokenizer.json of random weights, or of a GGUF file with an embedded vocabulary.
+    """
     if isinstance(model, RandomSource):
         return {TOKENIZER: Tokenizer.byte_level().text()}
     if not isinstance(identity, GgufIdentity) or (model.folder / TOKENIZER).is_file():
@@ -79,17 +82,17 @@ def _texts(model: FolderSource | RandomSource, identity: FolderIdentity) -> dict
 
 
 def default_workers() -> int:
-    """Threads where nobody says how many."""
+    """Return the default number of threads."""
     return min(os.cpu_count() or 1, MAX_WORKERS)
 
 
 def prepare_comparison(source: str, check: Literal["sample", "full"], workers: int, progress: Progress) -> Against:
-    """What to compare an output with. Raises what naming a source wrongly raises."""
+    """Return the source to compare an output with, and how. Raises Dsv4Error for an invalid source."""
     return Against(source_identity(resolve_model(source)), check, workers, progress)
 
 
 def parse_part(text: str) -> Part:
-    """The part that `2/8` names. Raises UsageError."""
+    """Parse a part such as `2/8`. Raises UsageError."""
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
     part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
     if not 1 <= part.index <= part.count:

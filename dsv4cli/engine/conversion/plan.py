@@ -1,4 +1,4 @@
-"""What a conversion writes: its files to the byte, and the work in the order in which it is done; no torch."""
+"""Plan of a conversion: the exact bytes of its files, and the work in order. No torch."""
 
 import json
 import struct
@@ -13,17 +13,21 @@ from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.config.formats import STORAGE, Role
 from dsv4cli.kernels.formats import FP8_BLOCK
 
-# output bytes between two lines of the journal, which are synced while the next are written: what an interruption costs
-# at most, and what the end of a file waits for
+# output bytes between two lines of the journal, synced while the next batch is written: the most that an interruption
+# loses, and the most that the end of a file waits for
 BATCH = 1 << 28
-# in what order the work of a file is done: a journal of another one cannot be continued
+# the order of the work in a file: a journal with another order cannot be continued
 ORDER = "by offset, 256 MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One stored part of a matrix: which role of it, its location, where its first byte lies in the file, and how many
-    rows of the weight one row of it stands for."""
+    """One stored part of a matrix.
+
+    Attributes:
+        offset: file offset of its first byte.
+        rows_each: number of the weight's rows that one of its rows covers.
+    """
 
     role: Role
     location: Location
@@ -33,8 +37,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Item:
-    """A matrix with its scales, or what one file holds of it. rows: of the weight, begin and end. slots: the weight's
-    first. nbytes: written. encoding: the tensor type of GGUF in whose blocks it is written, '' for none."""
+    """A matrix with its scales, or the part of it that one file holds.
+
+    Attributes:
+        rows: begin and end of the weight's rows.
+        slots: where the parts are stored, the weight's slots first.
+        nbytes: bytes written.
+        encoding: GGUF tensor type in whose blocks the matrix is written, '' for none.
+    """
 
     matrix: str
     rows: tuple[int, int]
@@ -45,8 +55,13 @@ class Item:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """One output file. keys: its tensors under the names in the file. batches: its work, to be done in order; by
-    their weights the items are in the order of the file. gaps: begin and end of the zeros between tensors."""
+    """One output file.
+
+    Attributes:
+        keys: names of its tensors in the file.
+        batches: its work, in order: the items sorted by the offsets of their weights.
+        gaps: begin and end of the zeros between tensors.
+    """
 
     name: str
     header: bytes
@@ -57,10 +72,10 @@ class FilePlan:
 
 
 def plan_files(specs: Mapping[str, TensorSpec], naming: Naming, max_file: int) -> tuple[FilePlan, ...]:
-    """The files that hold the tensors of a table in a naming.
+    """Return the files that store the tensors of a table under a naming.
 
-    The files for ranks are those of the official convert.py. Others hold at most max_file bytes each, but a tensor is
-    never cut and a matrix stays with its scales.
+    Files for ranks are divided as the official convert.py divides them. Others have at most max_file bytes each, but a
+    tensor is never split and a matrix stays with its scales.
     """
     parts = matrices(specs.values())
     stored = stored_table(naming, specs.values())
@@ -89,7 +104,7 @@ def _by_rank(stored: Mapping[str, TensorSpec]) -> Iterator[tuple[str, list[str]]
 def _by_size(
     naming: Naming, parts: Mapping[str, Mapping[Role, TensorSpec]], stored: Mapping[str, TensorSpec], max_file: int
 ) -> Iterator[tuple[str, list[str]]]:
-    """Keys of one file after another, in the order of the table; the names follow when their number is known."""
+    """Yield the keys of each file, in the order of the table. Names follow when the number of files is known."""
     keys: list[str] = []
     size, seen = 0, set[str]()
     for roles in parts.values():
@@ -107,7 +122,7 @@ def _by_size(
 
 
 class _Writer:
-    """The bytes of one file."""
+    """Lays out one safetensors file."""
 
     def __init__(self, name: str, stored: Mapping[str, TensorSpec]) -> None:
         # wide values first, so that every tensor begins at a multiple of its width
@@ -159,7 +174,7 @@ class _Writer:
 
 
 def in_batches(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
-    """The work of a file, cut where the journal gets a line."""
+    """Yield the work of a file in batches; the journal gets a line after each."""
     batch: list[Item] = []
     size = 0
     for item in items:
@@ -173,7 +188,7 @@ def in_batches(items: Iterable[Item]) -> Iterator[tuple[Item, ...]]:
 
 
 def chunks(item: Item, size: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the weight's rows for one step of work: about `size` bytes written, cut at multiples of 128."""
+    """Yield begin and end of the weight's rows for each step: about `size` bytes, cut at multiples of 128 rows."""
     start, stop = item.rows
     row_bytes = max(item.nbytes // max(stop - start, 1), 1)
     step = max(size // row_bytes // FP8_BLOCK, 1) * FP8_BLOCK

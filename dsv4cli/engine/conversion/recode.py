@@ -1,4 +1,4 @@
-"""One matrix from the format of the source to that of the target, by rows."""
+"""Converts a matrix from the source's storage format to the target's, a few rows at a time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,13 +20,17 @@ from dsv4cli.kernels.block_scale import dequantise
 from dsv4cli.kernels.formats import FP8_BLOCK
 
 Tensors = dict[Role, torch.Tensor]
-# without calibration: a per-tensor activation scale of 1 takes activations up to 448 * 6
+# no calibration: with a per-tensor activation scale of 1, activations up to 448 * 6 are representable
 INPUT_SCALE = 1.0
 
 
 @dataclass(frozen=True)
 class Recoder:
-    """Recodes the matrices of a source for a table of tensors. source_name: of a matrix of the table, in the source."""
+    """Converts the matrices of a source to the formats of a tensor table.
+
+    Attributes:
+        source_name: returns the source's name of a matrix in the table.
+    """
 
     source: StoredModel
     specs: Mapping[str, TensorSpec]
@@ -42,18 +46,18 @@ class Recoder:
         return self.source.matrices()
 
     def recipe(self, matrix: str) -> "Recipe":
-        """How one matrix of the target is made."""
+        """Return the recipe for one matrix of the target."""
         return Recipe(self, matrix, self._sources[self.source_name(matrix)], self._targets[matrix])
 
     def partner(self, matrix: str) -> "Recipe":
-        """The matrix that shares a scale for the whole tensor: kernels run w1 and w3 of an expert as one."""
+        """Return the recipe of the matrix that shares a per-tensor scale: kernels run w1 and w3 of an expert as one."""
         stem, _, name = matrix.rpartition(".")
         return self.recipe(f"{stem}.{ {'w1': 'w3', 'w3': 'w1'}.get(name, name) }")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Source and target of one matrix; `roles` of the target are what `rows` returns."""
+    """Converts one matrix. `rows` returns the roles in `roles`."""
 
     recoder: Recoder
     matrix: str
@@ -72,12 +76,11 @@ class Recipe:
 
     @property
     def shares(self) -> bool:
-        """Whether rows need what is found in the whole matrix; this recipe keeps it."""
+        """Whether the rows need a value computed from the whole matrix. The recipe caches that value."""
         return self.target == "nvfp4"
 
     def rows(self, begin: int, end: int) -> dict[Role, Raw]:
-        """The parts of the target for rows [begin, end) of the weight, as stored; a scale that the whole matrix shares
-        comes with every piece.
+        """Return the target's stored parts for rows [begin, end) of the weight, per-tensor scales included.
 
         Raises CheckpointError, naming tensor, row and column, for a value that the target cannot hold.
         """
@@ -92,11 +95,11 @@ class Recipe:
             self._check_scales(arrays)
         if begin == first:
             return found
-        # only formats with a scale for each row are cut inside a block
+        # only formats with one scale per row are split inside a block
         return {role: array[begin - first :] if array.ndim else array for role, array in found.items()}
 
     def source_values(self, begin: int, end: int) -> Values:
-        """The values of rows of the source, from a multiple of 128 on."""
+        """Return the values of rows of the source. `begin` must be a multiple of 128."""
         return decode(self.form, self._read(slice(begin, end)))
 
     def _read(self, rows: slice) -> dict[Role, Raw]:
@@ -107,7 +110,7 @@ class Recipe:
         }
 
     def _check_scales(self, arrays: Mapping[Role, Raw]) -> None:
-        """Raises CheckpointError for what loading refuses too: in another format nobody would see it."""
+        """Raise CheckpointError for scales that loading would reject: another format would hide them."""
         for role, array in arrays.items():
             spec = self.parts[role]
             if role not in ("weight", "input_scale") and no_scales(spec.dtype, array.reshape(-1).view(np.uint8)).any():
@@ -128,7 +131,11 @@ class Recipe:
 
     @contextmanager
     def _refusing(self, row0: int) -> Iterator[None]:
-        """Names the tensor with a value that the target cannot hold; row0: its row from which the problem counts."""
+        """Name the tensor in the error for a value that the target cannot hold.
+
+        Args:
+            row0: the tensor's row that the block counts as row 0.
+        """
         try:
             yield
         except recode.NotRepresentable as problem:
@@ -143,8 +150,10 @@ class Recipe:
 
     @cached_property
     def _shared_scale(self) -> "int | torch.Tensor":
-        """What the NVFP4 scale of the whole tensor follows from: the highest exponent of FP4 scales where the values
-        have such, else the scale."""
+        """The source of the NVFP4 per-tensor scale.
+
+        If the values are exact in FP4, the highest exponent of the FP4 scales; otherwise the scale itself.
+        """
         recipes = {recipe.matrix: recipe for recipe in (self, self.recoder.partner(self.matrix))}.values()
         whole = [recipe._tensors(recipe._read(slice(None))) for recipe in recipes]
         pairs = [pair for recipe, tensors in zip(recipes, whole, strict=True) if (pair := recipe._as_fp4(tensors))]
@@ -156,11 +165,11 @@ class Recipe:
         return recode.nvfp4_scale_2(amax)
 
     def _as_fp4(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The FP4 weight and scale with exactly the values of the whole matrix, or None if there are none."""
+        """Return an FP4 weight and scale with exactly the values of the whole matrix, or None if FP4 would round."""
         with self._refusing(0):
             if self.form == "fp4":
                 pair = tensors["weight"], tensors["scale"]
-                recode.nvfp4_exponent([pair])  # NaN is refused here, where the tensor is known
+                recode.nvfp4_exponent([pair])  # reject NaN here, where the tensor is known
                 return pair
             values = values_of(self.form, tensors)
             pair = recode.to_fp4(values)
@@ -176,10 +185,12 @@ def _fits_nvfp4(pair: tuple[torch.Tensor, torch.Tensor], k_max: int) -> bool:
 
 
 def change(form: str, target: str, tensors: Tensors, shared: "int | torch.Tensor | None") -> Tensors:
-    """The parts of a matrix, or of rows of it, in another storage format; exact wherever `target` has the values.
+    """Convert the parts of a matrix, or some of its rows, to another storage format; exact if the target allows it.
 
-    shared: for nvfp4, k_max where all values are those of FP4, else scale_2. Raises NotRepresentable where fp4 becomes
-    fp8 or nvfp4 with a loss, and for NaN and infinity.
+    Args:
+        shared: for nvfp4, k_max if all values are exact in FP4, otherwise scale_2.
+
+    Raises NotRepresentable if converting fp4 to fp8 or nvfp4 would round, and for NaN and infinity.
     """
     form, tensors = _with_e8m0(form, tensors)
     if form == target:
@@ -196,7 +207,7 @@ def change(form: str, target: str, tensors: Tensors, shared: "int | torch.Tensor
 
 
 def _with_e8m0(form: str, tensors: Tensors) -> tuple[str, Tensors]:
-    """The same codes under e8m0 scales where these have the values: FP4 in NVFP4, FP8 under fp32 powers of two."""
+    """Replace the scales by e8m0 ones if they are equal: NVFP4 becomes FP4, FP8 with fp32 powers of two becomes FP8."""
     if form == "nvfp4":
         packed = recode.nvfp4_to_fp4(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
         return (form, tensors) if packed is None else ("fp4", _scaled(packed))
@@ -206,7 +217,7 @@ def _with_e8m0(form: str, tensors: Tensors) -> tuple[str, Tensors]:
 
 
 def _rounded(target: str, values: torch.Tensor, shared: "int | torch.Tensor | None") -> Tensors:
-    """Values in a format, each to the nearest that it has."""
+    """Round values to the nearest in a format."""
     if target == "nvfp4" and isinstance(shared, int):
         return _nvfp4(*recode.fp4_to_nvfp4(*recode.to_fp4(values), shared))
     if target == "nvfp4":
@@ -220,7 +231,7 @@ def _rounded(target: str, values: torch.Tensor, shared: "int | torch.Tensor | No
 
 
 def values_of(form: str, tensors: Tensors) -> torch.Tensor:
-    """The values of a matrix: bf16 where they are exact in it, else fp32."""
+    """Return the values of a matrix, in bf16 if that is exact, otherwise in fp32."""
     if form == "nvfp4":
         return recode.nvfp4_values(tensors["weight"], tensors["weight_scale"], tensors["weight_scale_2"])
     if form == "fp8_f32":
@@ -238,7 +249,7 @@ def _nvfp4(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor) -> 
 
 
 def numpy_bits(tensor: torch.Tensor) -> Raw:
-    """The bits of a tensor as `StoredModel.read` would give them."""
+    """Return the bits of a tensor in the form that `StoredModel.read` returns."""
     tensor = tensor.cpu().contiguous()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)

@@ -1,4 +1,4 @@
-"""What the output's disk has and refuses: bytes free, and each error of the system as a sentence; no torch."""
+"""Free space on the output's disk, and error messages for failed writes. No torch."""
 
 import errno
 import shutil
@@ -18,7 +18,7 @@ AGAIN = "then run the same command again: it continues"
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.is_dir())
     return shutil.disk_usage(existing).free
 

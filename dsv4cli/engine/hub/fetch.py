@@ -52,8 +52,8 @@ def settle(context: DownloadContext, file: RemoteFile) -> Outcome:
     return "broken"
 
 
-def _bring(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
-    """Download the file once and return whether its bytes are right. anew: the existing file is damaged."""
+def _bring(context: DownloadContext, file: RemoteFile, damaged: bool) -> bool:
+    """Download the file once and return whether its bytes are right. damaged: the existing file is damaged."""
     part, lock = context.destination.part(file), context.destination.lock(file)
     for path in (part, lock):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,14 +61,14 @@ def _bring(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
         if not _is_begun(part):
             xet.adopt(context.destination, file)
         found = context.destination.find(file)
-        if found is not None and not anew and context.is_intact(found, file):
+        if found is not None and not damaged and context.is_intact(found, file):
             context.destination.show(file)  # another process was faster
             return True
-        if not _is_begun(part) and xet.fetch(context, file, anew):
+        if not _is_begun(part) and xet.fetch(context, file, damaged):
             found = context.destination.find(file)
             return found is not None and context.is_intact(found, file)
         with _Part(part, context, file) as content:
-            _gather(context, file, content, None if anew else context.destination.copy_of(file))
+            _gather(context, file, content, None if damaged else context.destination.copy_of(file))
             is_right = content.is_right()
         if is_right:
             context.destination.put(file)

@@ -30,10 +30,10 @@ LOCK_WAIT = 0.2
 PAGE = 1 << 16
 
 
-def fetch(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
+def fetch(context: DownloadContext, file: RemoteFile, damaged: bool) -> bool:
     """Download a file from xet storage with huggingface_hub; return False if this is impossible, fails or stalls.
 
-    anew: the existing file is damaged. Raises HubError if the hub refuses the file, DownloadStopped if canceled.
+    damaged: the existing file is damaged. Raises HubError if the hub refuses the file, DownloadStopped if canceled.
     """
     destination = context.destination
     if not file.sha256 or context.listing.cached or constants.HF_HUB_DISABLE_XET or not find_spec("hf_xet"):
@@ -44,7 +44,7 @@ def fetch(context: DownloadContext, file: RemoteFile, anew: bool) -> bool:
         return False
     bar = _bar(context, file)
     before = destination.leftovers(file)
-    arrival = begin(lambda: destination.fetch(file, force_download=anew, tqdm_class=bar))
+    arrival = begin(lambda: destination.fetch(file, force_download=damaged, tqdm_class=bar))
     while True:
         try:
             arrival.result(timeout=LOOK)

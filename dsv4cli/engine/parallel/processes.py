@@ -92,7 +92,7 @@ def joined(device: torch.device, address: RendezvousAddress | None = None) -> It
 
 
 def _met(address: RendezvousAddress | None) -> tuple[Any, int, int]:
-    """Return the store where the ranks meet, this rank and the number of ranks."""
+    """Return the rendezvous store, this rank and the number of ranks."""
     if address is not None and address.store is not None:
         return address.store, address.rank, address.size
     url = address and f"tcp://localhost:{address.port}?rank={address.rank}&world_size={address.size}"

@@ -84,7 +84,7 @@ def make_batch(cache: Cache, work: Items[tuple[Sequence, Items[int]]]) -> Batch:
 def batch_of(cache: Cache, numbers: Numbers, extent: Extent) -> Batch:
     """Build a batch from numbers on the device. Its shapes depend only on `extent` and on the shapes of `numbers`."""
     config, tokens, capacity = cache.config, numbers.ids.numel(), cache.config.sliding_window + cache.rollback
-    # a ring has room for the tokens of a step beside all rows that the first of them sees
+    # a ring buffer fits the tokens of a step and all rows that the first of them sees
     in_rings = extent.longest <= cache.rollback + 1
     layout = step_metadata.Layout(
         tokens=tokens,

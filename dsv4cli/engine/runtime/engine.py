@@ -133,11 +133,11 @@ class Engine:
 
     @property
     def usage(self) -> Usage:
-        """Counts of requests, cache blocks and kept states."""
+        """Counts of requests, cache blocks and states in the prefix cache."""
         return usage_of(self.runner)
 
     def add(self, request: Request) -> None:
-        """Queue a request. It starts when the cache has room for its prompt and its longest completion.
+        """Queue a request. It starts when its prompt and its longest completion fit into the cache.
 
         Raises:
             UsageError: the prompt is empty, longer than the context or the cache, or has token ids outside the

@@ -51,8 +51,8 @@ def check_room(request: Request, room: int | None) -> None:
     if room is not None and request.end > room:
         answer = request.end - len(request.prompt)
         raise UsageError(
-            f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache has room "
-            f"for {room:,}",
+            f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache holds "
+            f"{room:,}",
             "shorten it, lower --max-tokens or raise --cache-memory",
         )
 
@@ -85,17 +85,18 @@ def workload_of(
 
 def _room_behind(length: int, config: ModelConfig, limits: Limits, which: str) -> int:
     context = context_of(config, limits)
-    _check_length(length, config, context - 1, which, " and an answer")
+    _check_length(length, config, context - 1, which, answer=1)
     return min(limits.max_tokens, context - length)
 
 
-def _check_length(length: int, config: ModelConfig, most: int, which: str, more: str = "") -> None:
-    """Raise UsageError if a sequence is longer than `most` tokens. more: what else the message says."""
+def _check_length(length: int, config: ModelConfig, most: int, which: str, answer: int = 0) -> None:
+    """Raise UsageError if a sequence is longer than `most` tokens. answer: tokens reserved for the answer."""
     if not length:
         raise UsageError(f"{which} has no tokens", "give at least one")
     if length > most:
+        including = ", including the answer" if answer else ""
         raise UsageError(
-            f"{which} has {length:,} tokens: the context has room for {most:,}{more}",
+            f"{which} has {length:,} tokens: the context limit is {most + answer:,} tokens{including}",
             "shorten it" if most + 1 >= config.max_position_embeddings else "shorten it or raise --max-context",
         )
 

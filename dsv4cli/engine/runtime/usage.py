@@ -7,11 +7,11 @@ from dsv4cli.engine.runtime.runner import Runner
 
 @dataclass(frozen=True)
 class Usage:
-    """What an engine runs and holds.
+    """Number of requests, cache slots and blocks that an engine uses, and prefix-cache statistics.
 
     Attributes:
         running, waiting: requests.
-        slots, blocks: of the device's cache, used by sequences and kept states.
+        slots, blocks: of the device's cache, used by sequences and by the prefix cache.
         states: states in the prefix cache.
         device_bytes, host_bytes: memory of these states.
         hits: requests that had a cache hit since the engine was created.

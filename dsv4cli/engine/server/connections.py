@@ -46,7 +46,7 @@ class BoundedProtocol(H11Protocol):
 
     Attributes:
         admitted: whether a request on it passed the access checks, which includes the API key if the server has keys.
-        late: whether the server already had the most clients when this one connected.
+        late: whether the server already had the maximum number of clients when this one connected.
         on_half_close: called when the client has closed its sending side, but may still wait for the answer.
     """
 

@@ -85,7 +85,7 @@ def _object(content: bytearray) -> dict[str, Any]:
 
 
 def _check_values(content: bytearray) -> None:
-    """Raise `Refusal` if a document has so many values that parsing it would block all other requests."""
+    """Raise `Refusal` if a document has so many values (MOST_VALUES) that parsing would block other requests."""
     if content.count(b",") <= MOST_VALUES and content.count(b"[") + content.count(b"{") <= MOST_CONTAINERS:
         return
     values = containers = 0

@@ -85,8 +85,8 @@ class _Rules:
 
     def markup(self, text: str) -> str:
         """Return the expression for a text whose markup is the DSML token.
-
-        Each line break is a literal of its own: no literal may begin like another one possible at the same place.
+         Each line break is a separate literal, because literals that are possible at the same place must not share a
+        prefix.
         """
         parts = re.split(f"({DSML}|\n)", text)
         return " ".join(self._token if part == DSML else _literal(part) for part in parts if part)
@@ -270,7 +270,7 @@ def _forms(schema: Schema, definitions: Schema) -> _Forms:
 
 
 def _either(forms: Sequence[_Forms]) -> _Forms:
-    """Return the ways that any of the forms allows."""
+    """Return the forms that any of these forms allows."""
     texts = [one.texts for one in forms if one.texts is not None]
     schemas = [one.json for one in forms if one.json is not None]
     some = [text for own in texts if own != "any" for text in own]
@@ -278,7 +278,7 @@ def _either(forms: Sequence[_Forms]) -> _Forms:
 
 
 def _both(forms: Sequence[_Forms], schema: Schema) -> _Forms:
-    """Return the ways that all of the forms allow, which are the parts of a schema's `allOf`."""
+    """Return the forms that all of these forms allow; they come from a schema's `allOf`."""
     texts = [[] if one.texts is None else one.texts for one in forms if one.texts != "any"]
     shared = [text for text in texts[0] if all(text in own for own in texts)] if texts else "any"
     others = schema if not shared else {**schema, "type": [one for one in _TYPES if one != "string"]}

@@ -35,8 +35,8 @@ class StageDifference:
             share of rows with a different choice, and `cosine` is 1 minus that.
         rounding: relative size of one rounding to the coarser of the two formats.
         rows: relative L2 of each row, fp32 [R]; infinite if it is not a number.
-        alike: bool [R], whether all earlier choices for a row are the same. Another expert gives another sum, which
-            rounding may explain.
+        alike: bool [R], whether all earlier choices for a row are the same. A different expert changes the sum, and
+            rounding may be the reason for the choice.
     """
 
     layer: int

@@ -49,7 +49,7 @@ def draw_differences(comparison: TraceComparison, path: Path) -> None:
 
 
 def _heat_map(figure: Any, axes: Any, rows: torch.Tensor) -> None:
-    """Color (layers, tokens) relative differences between the least and the largest that there are."""
+    """Color (layers, tokens) relative differences between the smallest and the largest one."""
     differs = rows > LEAST
     colors = import_module("matplotlib").colormaps["viridis"].with_extremes(bad="0.85")
     norm = import_module("matplotlib.colors").LogNorm

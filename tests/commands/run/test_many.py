@@ -165,7 +165,7 @@ def test_bad_lines_are_named_at_once(dsv4, tmp_path):
     assert done.err.splitlines() == [
         f"error: {path} has 3 bad lines",
         "  line 2: not JSON: Expecting property name enclosed in double quotes (column 2)",
-        "  line 3: the prompt has 103 tokens: the context has room for 49 and an answer",
+        "  line 3: the prompt has 103 tokens: the context limit is 50 tokens, including the answer",
         "  line 6: not a JSON object",
         "→ correct them, or skip them with --skip-bad",
     ]

@@ -138,7 +138,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--device", "cuda:99"], 4, ["--device cuda:99 is not there"]),
         (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, and the device is cpu"]),
         (["hi", "--think", "low"], 2, ['release v4 has no thinking level "low"']),
-        (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "room for 5 and an answer"]),
+        (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "limit is 6 tokens, including the answer"]),
         (["a\udcffb"], 2, ["PROMPT is not UTF-8", "byte 0xff at offset 1"]),
         (["hi", "--model", "./nothing"], 1, ["there is no folder ./nothing"]),
         (["hi", "--model", __file__], 2, ["is a file; a model is a folder"]),
@@ -251,11 +251,11 @@ def test_a_system_message_for_lines_that_have_messages(dsv4, tmp_path):
             "text 1 has the token id 512, the model's vocabulary is 0 to 511",
         ),
         ("--score", [{"ids": [-1]}], "the text has the token id -1"),
-        ("--score", [{"ids": [1]}, {"ids": [1] * 10}], "text 1 has 10 tokens: the context has room for 9"),
+        ("--score", [{"ids": [1]}, {"ids": [1] * 10}], "text 1 has 10 tokens: the context limit is 9 tokens"),
         (
             "--prompts",
             [{"prompt": "abcd"}, {"prompt": "abcde"}],
-            "line 2: the prompt has 9 tokens: the context has room for 8",
+            "line 2: the prompt has 9 tokens: the context limit is 9 tokens, including the answer",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_the_room_for_answers(lengths, limits, expected):
         ([[]], "the text has no tokens"),
         ([[1], [2, -1]], "text 1 has the token id -1"),
         ([[1, 512]], "the text has the token id 512, the model's vocabulary is 0 to 511"),
-        ([[1] * 11], "the text has 11 tokens: the context has room for 10$"),
+        ([[1] * 11], "the text has 11 tokens: the context limit is 10 tokens$"),
     ],
 )
 def test_texts_that_do_not_fit(sequences, words):
@@ -116,7 +116,9 @@ def test_texts_that_do_not_fit(sequences, words):
 
 
 def test_a_remedy_that_helps():
-    with pytest.raises(UsageError, match="the prompt has 10 tokens: the context has room for 9 and an") as caught:
+    with pytest.raises(
+        UsageError, match="the prompt has 10 tokens: the context limit is 10 tokens, including"
+    ) as caught:
         max_new_tokens([1] * 10, CONFIG, Limits(max_context=10))
     assert caught.value.remedy == "shorten it or raise --max-context"
     for check, ids in ((max_new_tokens, [1] * (LONGEST + 1)), (check_texts, [[1] * (LONGEST + 1)])):

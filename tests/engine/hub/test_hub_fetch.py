@@ -178,9 +178,9 @@ def test_two_processes_share_the_work(hub, folder, monkeypatch):
     bring = fetch._bring
     both = {name: threading.Barrier(2) for name in ("weights.bin", "again.bin")}
 
-    def together(context, file, anew):
+    def together(context, file, damaged):
         both[file.name].wait(20)  # one that looks later finds it there already
-        return bring(context, file, anew)
+        return bring(context, file, damaged)
 
     monkeypatch.setattr(fetch, "_bring", together)
     plans = [job.plan("org/name", None, Selection(), folder, HASTY) for _ in range(2)]

@@ -71,20 +71,20 @@ def test_what_can_never_fit_is_refused_with_both_numbers(few_blocks):
     few_blocks(8)
     one = Engine(model_of("mtp"), Capacity(4, cache_memory=memory(8, 4)), "cpu")
     one.add(asked(text(1000, 1), 16))
-    with pytest.raises(UsageError, match="has 1,000 tokens and its answer may have 17: the cache has room for 1,016"):
+    with pytest.raises(UsageError, match="has 1,000 tokens and its answer may have 17: the cache holds 1,016"):
         one.add(asked(text(1000, 1), 17))
     one.cancel(one.runner.scheduler.active[0])
     check_empty(one)
 
 
 def test_a_memory_that_is_too_small_says_how_much_it_needs():
-    with pytest.raises(NotEnoughMemory, match="no room for a conversation") as caught:
+    with pytest.raises(NotEnoughMemory, match="cannot hold a conversation") as caught:
         Engine(model_of("mtp"), Capacity(cache_memory=10**5), "cpu")
     least = float(caught.value.remedy.split()[4])
     cache = Engine(model_of("mtp"), Capacity(cache_memory=int(least * 1e6) + 10**5), "cpu").runner.cache
     fewest = cache.copies.nbytes + FEWEST_BLOCKS * cache.block_bytes
     Engine(model_of("mtp"), Capacity(cache_memory=fewest), "cpu")
-    with pytest.raises(NotEnoughMemory, match="no room for a conversation"):
+    with pytest.raises(NotEnoughMemory, match="cannot hold a conversation"):
         Engine(model_of("mtp"), Capacity(cache_memory=fewest - 1), "cpu")
 
 

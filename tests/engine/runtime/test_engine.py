@@ -197,7 +197,7 @@ def test_log_probabilities_are_those_at_temperature_1():
         ([[1], [512]], "prompt 1 has the token id 512"),
         ([[1, -1]], "the prompt has the token id -1"),
         ([[1, 1 << 40]], "the prompt has the token id 1099511627776"),
-        ([[1] * 9], "room for 8 and an answer"),
+        ([[1] * 9], "limit is 9 tokens, including the answer"),
     ],
 )
 def test_prompts_that_the_model_cannot_take(texts, words):

@@ -82,7 +82,7 @@ def test_perplexity(logprobs, perplexity):
 
 @pytest.mark.parametrize(
     ("texts", "words"),
-    [([[]], "no tokens"), ([[1], [512]], "text 1 has the token id 512"), ([[1] * 10], "the context has room for 9")],
+    [([[]], "no tokens"), ([[1], [512]], "text 1 has the token id 512"), ([[1] * 10], "the context limit is 9 tokens")],
 )
 def test_texts_that_the_model_cannot_take(texts, words):
     with pytest.raises(UsageError, match=words):

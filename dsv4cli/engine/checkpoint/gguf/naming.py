@@ -82,9 +82,9 @@ class GgufNaming:
     types: Mapping[str, str]
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Return the tensor, or the stacked one that contains the matrix with its scales.
+        """Return where the tensor is stored: itself, or the stack that contains the matrix and its scales.
 
-        The type is that of the table if the file's is unknown.
+        The type is the one in the tensor table if the file's type is unknown.
         """
         name = gguf_name(spec)
         shape = self.shape(spec)

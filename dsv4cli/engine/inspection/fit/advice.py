@@ -65,7 +65,7 @@ def _another(fit: Fit, share: Share, name: str) -> Advice:
     """Return a slower way to run the model."""
     why = "the RAM holds it, for the CPU"
     if share.on_gpu:
-        why = "one GPU runs it, slower: experts that it has no room for stay in host memory"
+        why = "one GPU runs it, slower: experts that do not fit stay in host memory"
     return Advice(why, run_command(fit, share, name, fit.context, fit.batch))
 
 

@@ -152,7 +152,7 @@ class AlwaysDraft(DraftController):
     """Verifies every draft token that fits a step, whatever it costs: to see what drafts change."""
 
     def drafts(self, sequences: int, chances: Sequence[Sequence[float]]) -> int:
-        """Return all that there are."""
+        """Return all available draft tokens."""
         return min(max(map(len, chances), default=0), self.count(sequences))
 
     def count(self, sequences: int) -> int:

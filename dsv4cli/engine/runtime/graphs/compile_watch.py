@@ -37,7 +37,7 @@ class CompileWatch:
         return self._reported
 
     def begin(self) -> None:
-        """Report that preparation starts, for a caller that knows."""
+        """Report that preparation starts, before a kernel or a capture shows it."""
         self.happened = True
         if not self._reported:
             self._reported = True

@@ -107,7 +107,7 @@ class GraphRunner:
         return self._blocks == self.cache.blocks and (batch_size(sequences), 1) in self._steps
 
     def batch(self, numbers: Numbers) -> Batch:
-        """Return the batch of a step with equally many tokens per sequence; its shapes do not depend on the context."""
+        """Return the batch of a step with the same number of tokens per sequence; no shape depends on the context."""
         size, columns = numbers.blocks.shape
         each = [numbers.ids.numel() // size] * size
         return batch_of(self.cache, numbers, Extent.of(self.model.config, each, columns * BLOCK_TOKENS))

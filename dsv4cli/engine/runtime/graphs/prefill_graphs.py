@@ -147,7 +147,8 @@ class CapturedPrefill:
 
 
 def most_sequences(graphs: GraphRunner) -> int:
-    """Return the most sequences of a step: with padding as many as a decode step has, which kernels are compiled
-    for.
+    """Return the maximum number of sequences in a step.
+
+    With padding, it equals that of a decode step: kernels are compiled for this number.
     """
     return max(graphs.cache.slots - 2, 1)

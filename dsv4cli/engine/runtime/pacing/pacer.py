@@ -122,7 +122,7 @@ class Pacer:
                 yield PrefillStep(rows, riding, sum(counts), len(counts), gap, late)
 
     def _filled(self, front: Sequence[int], left: Sequence[int], rows: int) -> list[int]:
-        """Return the prompt tokens in a step of so many rows: a part of the first prompt, and whole others that fit."""
+        """Return the prompt tokens in a step of `rows` rows: a part of the first prompt, and whole others that fit."""
         counts = [min(left[0], rows - sum(front))]
         shared = rows if self._shared_rows is None else min(rows, self._shared_rows)
         total, sequences = sum(front) + counts[0], len(front) + 1

@@ -49,7 +49,11 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
-    """Add biases. biased: rows, and the sampling whose biases each gets."""
+    """Add biases to logits.
+
+    Args:
+        biased: rows of the logits, each with the sampling whose biases are added.
+    """
     packed = [np.frombuffer(sampling.packed_bias).reshape(2, -1) for _, sampling in biased]
     rows = np.repeat([float(row) for row, _ in biased], [own.shape[1] for own in packed])
     columns = upload(torch.from_numpy(np.vstack([rows, np.hstack(packed)])), logits.device)

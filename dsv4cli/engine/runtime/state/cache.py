@@ -52,9 +52,8 @@ class Cache:
     Attributes:
         copies: the ring buffers.
         entries: the blocks.
-        give_way: called if a bounded cache has no free block; evicts a kept state and returns whether there was one.
-            The
-            prefix cache sets it.
+        give_way: called if a bounded cache has no free block; evicts a state and returns whether there was one. Set by
+            the prefix cache.
     """
 
     def __init__(

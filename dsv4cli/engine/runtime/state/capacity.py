@@ -1,4 +1,4 @@
-"""How many sequences and kept states a runner holds, and how its memory is divided."""
+"""How many sequences and prefix-cache states a runner holds, and how its memory is divided."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,24 @@ from dsv4cli.errors import NotEnoughMemory
 
 # the fewest tokens of a sequence that graphs are captured for when a request needs longer ones
 FEWEST_TOKENS = 8192
-# of a bounded cache, one part in so many is for the rings of kept states: Flash's take as much as 3,500 tokens
+# 1 / KEPT_PART of a bounded cache is for the ring buffers of cached states; Flash's are as large as 3,500 tokens
 KEPT_PART = 4
-# what a block takes at least: of layers that have windows only it is but a number
+# minimum bytes to count for a block: with sliding-window layers alone, a block has no data
 LEAST_BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much a runner holds.
+    """How many sequences and states a runner holds, and how much memory they use.
 
     Attributes:
         slots: sequences at once.
         longest: the longest sequence that graphs are captured for, tokens; None for no graphs.
         snapshots: states that the prefix cache keeps on the device; 0 for none.
         drafts: whether the model's drafter is used.
-        chunks: whether prefill chunks are captured too, which pays if many prompts arrive.
-        cache_memory: bytes on the device for entries of all sequences and for kept states; a request waits until it is
-            certain to fit. None: as much as they need. It overrides `snapshots`.
+        chunks: whether prefill chunks are captured too, which pays off if many prompts arrive.
+        cache_memory: bytes on the device for the entries of all sequences and for the prefix cache; a request waits
+            until it is certain to fit. None: as much as they need. It overrides `snapshots`.
         host_memory: bytes of host memory for evicted states.
     """
 
@@ -52,7 +52,7 @@ def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> PrefixCac
         if blocks < FEWEST_BLOCKS:
             least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * each
             raise NotEnoughMemory(
-                f"{capacity.cache_memory / 1e6:,.1f} MB of cache have no room for a conversation",
+                f"{capacity.cache_memory / 1e6:,.1f} MB of cache cannot hold a conversation",
                 f"give it at least {least / 1e6:,.1f} MB (--cache-memory)",
             )
         cache.bound(blocks)

@@ -124,7 +124,7 @@ class HostTier:
 
     def restore(self, sequence: Sequence, stored: Stored) -> None:
         """Restore a stored state into the sequence. The copy stays. Raises NotEnoughMemory."""
-        self._cache.replace(sequence, [], (0, 0))  # first: it has room for its tokens once
+        self._cache.replace(sequence, [], (0, 0))  # first: the tokens fit only once
         for page in stored.pages:  # taking blocks may have others come here
             self._shares[page] += 1
         blocks, fresh = [], []

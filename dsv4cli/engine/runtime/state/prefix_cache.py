@@ -14,14 +14,14 @@ from dsv4cli.engine.runtime.state.host_tier import HostTier, Stored
 from dsv4cli.engine.runtime.state.state_index import KeptState, StateIndex, age_of
 from dsv4cli.errors import NotEnoughMemory
 
-# prompts are kept at multiples of so many tokens, for those that begin with the same document
+# prompts are cached at multiples of this many tokens, for prompts that begin with the same document
 KEPT_EVERY = 4096
-# so few tokens are read again: prompts of strangers begin with as many
+# this few tokens are prefilled again: unrelated prompts share as many
 NOT_WORTH = 2
 
 
 class PrefixCache:
-    """The kept states of one cache: up to `most` on the device, and as many as fit in host memory.
+    """The states of finished requests in one cache: up to `most` on the device, and as many as fit in host memory.
 
     Attributes:
         hits: requests that had a cache hit.

@@ -8,17 +8,17 @@ from dsv4cli.engine.runtime.request import ID_BYTES
 from dsv4cli.engine.runtime.state.cache import Snapshot
 from dsv4cli.engine.runtime.state.host_tier import Stored
 
-# the number of blocks whose tokens a prompt certainly shares with a state that it begins with, and a hash of these
+# the number of blocks whose tokens a prompt certainly shares with a state that it hits, and a hash of these tokens
 Border = tuple[int, int]
 
 
 @dataclass(eq=False)
 class KeptState:
-    """A kept state: a sequence at one length, and packed ids that begin with its tokens.
+    """A state in the prefix cache: a sequence at one length, and packed ids that begin with its tokens.
 
     Attributes:
-        certain: how many of its tokens any prompt that hits it must share.
-        border: the boundary of the whole blocks of these tokens.
+        certain: number of its tokens that any prompt that hits it must share.
+        border: the number of whole blocks of these tokens, and a hash of them.
         used: when it was last used, as a counter.
     """
 

@@ -1,10 +1,10 @@
 """Products of few tokens, sorted by expert: a program computes some rows of a matrix for a chunk of tokens.
+ A chunk of up to two tokens, the usual case, uses the narrowest tensor-core instruction; a larger chunk uses one of
+twice the width. The warps of a program have the same inputs: if each computes different rows, the inputs come from L2
+once for all of them.
 
-A chunk of up to two tokens, the usual case, uses the narrowest product of the tensor core, a larger one twice that. The
-warps of a program have the same inputs: if each has rows of its own, the inputs come from L2 once for all of them.
-
-Every 128 inner values are rounded by the last of the programs that compute them, which a counter determines. A token's
-experts are summed in a separate launch. So the results do not depend on the order of programs.
+Several programs compute a block of 128 inner values. The last one to finish, determined by a counter, rounds the block.
+A token's experts are summed in a separate launch. So the results do not depend on the order of programs.
 """
 
 import triton

@@ -143,7 +143,7 @@ def _format(matrix: StoredMatrix) -> str:
 
 
 def _columns(pairs: int, count: int, wide: bool) -> int:
-    """Return the pairs of a tile for this many pairs and experts. wide: whether products are computed in fp32."""
+    """Return the number of pairs in a tile for this many pairs and experts. wide: whether products are in fp32."""
     if wide:
         return 32
     load = pairs / count

@@ -1,4 +1,4 @@
-"""Selects the products of FP8 codes for `warp_specialized`, which needs Gluon and is imported only when used."""
+"""Decides when `warp_specialized` multiplies FP8 codes. That module needs Gluon and is imported only when used."""
 
 import torch
 
