@@ -130,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", nargs="?", default="nano")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--every", type=int, default=1, help="ask one in so many of the questions")
+    parser.add_argument("--every", type=int, default=1, help="ask every N-th question")
     arguments = parser.parse_args()
     started, examinee = time.monotonic(), Examinee(arguments.model, arguments.device)
     items = load()[:: arguments.every]

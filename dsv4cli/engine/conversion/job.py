@@ -39,13 +39,7 @@ from dsv4cli.version import __version__
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion to run.
-
-    Attributes:
-        max_file: maximum bytes per file.
-        texts: additional files, by name.
-        notes: what the output lacks.
-    """
+    """A conversion to run. max_file: maximum bytes per file. texts: additional files. notes: what the output lacks."""
 
     source: FolderIdentity
     output: Path
@@ -278,10 +272,7 @@ def job_of(plan: Mapping[str, Any], times: Times) -> str:
 def whole_copies(
     matrices: Mapping[str, Mapping[Role, TensorSpec]], naming: Naming, is_here: Callable[[str], bool]
 ) -> dict[str, list[int]]:
-    """Return the matrices whose stored tensors are all here, and which of their copies.
-
-    A matrix that is not sharded has one copy per rank.
-    """
+    """Return the matrices whose stored tensors are all here, and which copies; unsharded ones have one per rank."""
     found: dict[str, list[int]] = {}
     for matrix, roles in matrices.items():
         locations = [naming.locations(spec) for spec in roles.values()]

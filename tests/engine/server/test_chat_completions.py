@@ -521,7 +521,7 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
             "response_format",
             "the schema at #",
         ),
-        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "the grammar"),
+        ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "invalid grammar"),
         ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "json, regex or grammar"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "got nothing"),
         (
