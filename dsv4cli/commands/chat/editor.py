@@ -1,4 +1,4 @@
-"""The input of `dsv4 chat` on a terminal that can move its cursor: prompt_toolkit's line editor, with our keys."""
+"""Line editor of `dsv4 chat` for terminals with cursor control: prompt_toolkit with the key bindings of chat."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +20,21 @@ from dsv4cli.commands.terminal import drop_typed_ahead, in_foreground, mark_past
 
 
 class Editor:
-    """History with Ctrl-R, lines by Alt-Enter or between triple quotes, a paste as one message, completion of slash
-    commands, the user's editor by Ctrl-X Ctrl-E."""
+    """Reads messages with prompt_toolkit.
+
+    Supports history with Ctrl-R, several lines by Alt-Enter or between triple quotes, pasting as one message,
+    completion of slash commands, and the user's own editor by Ctrl-X Ctrl-E.
+    """
 
     edits = True
 
     def __init__(self, history: Path | None, commands: Mapping[str, str], interrupts: Interrupts) -> None:
-        """`history`: its file, None for none; `commands`: the help of each slash command."""
+        """Create the editor.
+
+        Args:
+            history: History file; None keeps no history file.
+            commands: Help text of each slash command.
+        """
         self._interrupts, self._draft = interrupts, ""
         self._session: PromptSession[str] = PromptSession(
             PROMPT,
@@ -43,26 +51,26 @@ class Editor:
         )
 
     def read(self, draft: str) -> str:
-        """The next message, begun with `draft`. Raises EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+        """Read the next message, with `draft` as initial text. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
         self._draft = draft
         try:
             return unquoted(self._session.prompt(default=draft))
         finally:
-            mark_pastes()  # the editor has turned them off
+            mark_pastes()  # the editor has disabled bracketed paste
 
     def collect(self) -> None:
-        """Take what is typed meanwhile out of the terminal's buffer: a full one lets no Ctrl-C through."""
+        """Read keys typed during an answer from the terminal's buffer: once that is full, Ctrl-C would not arrive."""
         source = self._session.app.input
         while in_foreground() and (keys := source.read_keys()):
             store_typeahead(source, keys)
 
     def drop(self) -> None:
-        """Drop what was typed ahead, the keys behind the last message too."""
+        """Discard keys typed ahead, including those typed after the last message was sent."""
         clear_typeahead(self._session.app.input)
         drop_typed_ahead()
 
     def _clears(self, text: str) -> bool:
-        """Whether Ctrl-C only clears the line: not a draft, which it gives up, and not the second time."""
+        """Return whether Ctrl-C only clears the line. A draft or a second Ctrl-C raises KeyboardInterrupt instead."""
         return bool(text) and not self._draft and not self._interrupts.again()
 
 
@@ -93,13 +101,13 @@ def _keys(clears: Callable[[str], bool]) -> KeyBindings:
 
 
 class SlashCompleter(Completer):
-    """The names of commands behind a slash that begins the message, and files behind those that take one."""
+    """Completes slash commands at the start of a message, and file names after commands that take a file."""
 
     def __init__(self, commands: Mapping[str, str]) -> None:
         self._commands = commands
 
     def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
-        """What may follow before the cursor."""
+        """Yield the completions at the cursor."""
         text = document.text_before_cursor
         if not text.startswith("/"):
             return
@@ -113,7 +121,7 @@ class SlashCompleter(Completer):
 
 
 def _files(text: str) -> Iterator[Completion]:
-    """The files that a path may go on with, in quotes where it has a space."""
+    """Yield the files that complete a path, quoted if it contains a space."""
     quote = text[:1] if text[:1] in ("'", '"') else ""
     folder, slash, beginning = text.removeprefix(quote).rpartition("/")
     try:
@@ -129,10 +137,10 @@ def _files(text: str) -> Iterator[Completion]:
 
 
 class _Private(FileHistory):
-    """Keeps what does not begin with a space."""
+    """A history file that skips messages beginning with a space."""
 
     def store_string(self, string: str) -> None:
-        """Adds a message to the file, where that can be; what cannot be written is said of the session."""
+        """Append a message to the file. Write errors are ignored here, because saving the session reports them."""
         if not string.startswith(" "):
             with suppress(OSError):
                 super().store_string(string)
@@ -145,6 +153,6 @@ def _history(path: Path | None) -> History:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
         path.chmod(0o600)
-    except OSError:  # the journal says that it cannot be written there
+    except OSError:  # saving the journal reports the error
         return InMemoryHistory()
     return _Private(str(path))

@@ -1,7 +1,7 @@
-"""Marks within a paragraph of Markdown: emphasis only where CommonMark and a careful reader agree, all else as written.
+"""Inline Markdown of a paragraph: emphasis only if CommonMark and a careful reader agree; everything else as written.
 
-Arithmetic, pointers, globs, `__init__`, math and HTML keep every character. markdown-it finds the marks that CommonMark
-sees; `_agreed` says which of them a careful reader would take for marks.
+Arithmetic, pointers, globs, `__init__`, math and HTML keep every character. markdown-it finds the emphasis that
+CommonMark defines; `_agreed` decides which of it a careful reader would also see as emphasis.
 """
 
 import re
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from markdown_it.rules_inline import StateInline
     from markdown_it.token import Token
 
-# ECMA-48, select graphic rendition; 94, bright blue, can be read on black and on white
+# SGR parameters (ECMA-48); 94, bright blue, is readable on black and on white
 STRONG, EMPHASIS, LINK, CODE = "1", "3", "4", "94"
 STYLES = {"strong": STRONG, "em": EMPHASIS, "link": LINK}
 
@@ -36,7 +36,7 @@ LINKED = re.compile(
     r"""(?:[ ]"[^"\n]*")?)\)"""
 )
 LINK_BEGINS = re.compile(r"\[[^\[\]\n]*(?:\]\([^)\n]*)?\Z")
-# a word in which a backslash is there for Markdown's sake, as in snake\_case or 2 \* 3; not in C:\*.txt
+# a word in which a backslash escapes a Markdown mark, as in snake\_case or 2 \* 3; not in C:\*.txt
 ESCAPED_WORD = re.compile(r"""(?:[\w.,;!?()'"-]|\\[*_])+""")
 WORD_CHARACTER = re.compile(rf"[^\s{CJK}]")
 WORD = re.compile(rf"[^\s{CJK}]*")
@@ -44,7 +44,7 @@ LONGEST_WORD = 100
 BARE_ADDRESS = re.compile(rf"""(?:https?://|www\.)[^\s<>{CJK}]*[^\s<>{CJK}*_.,;:!?()\[\]{{}}'"]""")
 LETTER = re.compile(rf"[^\W_{CJK}]")
 IDENTIFIER = re.compile(r"[\w.()\[\]-]+", re.ASCII)
-# what may stand around a pair of marks, and at the ends of what is between them
+# characters allowed before and after a pair of marks; characters that the text between them cannot begin or end with
 BEFORE, AFTER = "([{\"'-:>|~", ".,;:!?)]}\"'-|<>~"
 NO_BEGIN, NO_END = ",;)]}|=", "([{/|=,"
 BEGINS_EMPHASIS = "\"'([{<`$\\#@*_"
@@ -52,14 +52,14 @@ CODE_LIKE = re.compile(r"[=;{}]")
 
 
 class Inline(NamedTuple):
-    """What a paragraph shows, with its line breaks; and from which character on later text may change that."""
+    """Rendered text of a paragraph. certain: index of the first source character whose rendering may still change."""
 
     runs: list[Run]
     certain: int
 
 
 class Pair(NamedTuple):
-    """Marks from `opened` to `start` and from `end` to `closed`, around what is between them."""
+    """Emphasis marks at [opened, start) and [end, closed), with the emphasized text in between."""
 
     opened: int
     start: int
@@ -68,11 +68,11 @@ class Pair(NamedTuple):
 
 
 def inline(text: str, style: str = "") -> Inline:
-    """The text of a paragraph with its marks carried out, in `style`."""
+    """Render the text of a paragraph in `style`, applying its inline marks."""
     notes: dict[str, Any] = {"open": [], "weak": [], "kept": []}
     tokens = _parser().parseInline(text, notes)[0].children or []
     pairs = _agreed_pairs(text, tokens)
-    # what begins a formula no more, or a tag, matters only to marks that stand behind it
+    # a `$` or `<` that probably stays text matters only if marks follow it
     marks = [*notes["kept"], *(pair.opened for pair in pairs.values())]
     weak = [at for at in notes["weak"] if any(mark > at for mark in marks)]
     return Inline(_runs(tokens, pairs, style), min([*notes["open"], *weak], default=len(text)))
@@ -96,7 +96,7 @@ def _runs(tokens: "Sequence[Token]", pairs: dict[int, Pair], style: str) -> list
 
 
 def _literal(token: "Token", pairs: dict[int, Pair]) -> str:
-    """What of a token is seen itself."""
+    """Return the visible text of a token."""
     if token.type in ("softbreak", "hardbreak"):
         return "\n"
     if token.type.startswith(("strong", "em")):
@@ -107,7 +107,7 @@ def _literal(token: "Token", pairs: dict[int, Pair]) -> str:
 
 
 def _agreed_pairs(text: str, tokens: "Sequence[Token]") -> dict[int, Pair]:
-    """The marks that are marks, by the positions of both tokens in the text."""
+    """Return the accepted emphasis pairs, under the text positions of both their tokens."""
     found: list[tuple[int, int, Pair]] = []
     begun: list[Token] = []
     for token in tokens:
@@ -127,7 +127,7 @@ def _agreed_pairs(text: str, tokens: "Sequence[Token]") -> dict[int, Pair]:
 
 
 def _whole(text: str, pair: Pair, used: set[int]) -> bool:
-    """Whether no mark of the same runs is left over."""
+    """Return whether the runs of marks around a pair are used up completely."""
     mark = text[pair.opened]
     around = (pair.opened - 1, pair.start, pair.end - 1, pair.closed)
     return all(text[at : at + 1] != mark or at in used for at in around if at >= 0)
@@ -138,7 +138,7 @@ def _outside(addresses: list[tuple[int, int]], pair: Pair) -> bool:
 
 
 def _agreed(text: str, pair: Pair) -> bool:
-    """Whether a careful reader takes a pair of CommonMark's marks for marks too."""
+    """Return whether a careful reader would also see a CommonMark pair as emphasis."""
     strong, mark = pair.start - pair.opened == 2, text[pair.opened]
     before = text[max(pair.opened - 4, 0) : pair.opened].rstrip("*_")[-1:]
     after = text[pair.closed : pair.closed + 4].lstrip("*_")[:1]
@@ -155,7 +155,7 @@ def _agreed(text: str, pair: Pair) -> bool:
 
 
 def _apart(before: str, after: str, between: str, strong: bool) -> bool:
-    """Whether marks stand at the edges of words, not inside an expression, a path or a pattern."""
+    """Return whether the marks are at word edges, rather than inside an expression, a path or a pattern."""
     if LETTER.match(before) or LETTER.match(after):
         return False
     if before and before in "\"'" and (before == after or not between[0].isalnum()):
@@ -182,7 +182,7 @@ def _parser() -> "MarkdownIt":
 
 
 def _as_written(state: "StateInline", silent: bool) -> bool:
-    """Take math, addresses in angles and images, and what a backslash keeps from being a mark."""
+    """Rule for math, addresses in angle brackets, images, and characters escaped with a backslash."""
     text, at = state.src, state.pos
     for pattern in (MATH, ADDRESS_IN_ANGLES, IMAGE):
         found = pattern.match(text, at, state.posMax)
@@ -211,7 +211,7 @@ def _is_escaped_word(text: str, at: int) -> bool:
 
 
 def _code(state: "StateInline", silent: bool) -> bool:
-    """A span of code, with the line breaks in it; backticks without partners are text."""
+    """Rule for code spans, which keep their line breaks. Unmatched backticks are text."""
     if state.src[state.pos] != "`":
         return False
     found = SPAN_OF_CODE.match(state.src, state.pos, state.posMax)
@@ -231,7 +231,7 @@ def _code(state: "StateInline", silent: bool) -> bool:
 
 
 def _delimiters(state: "StateInline", silent: bool) -> bool:
-    """As markdown-it's own rule, and the token knows its position."""
+    """Rule for emphasis marks, as in markdown-it, but with the text position stored in each token."""
     from markdown_it.rules_inline.state_inline import Delimiter
 
     mark = state.src[state.pos]
@@ -250,7 +250,7 @@ def _delimiters(state: "StateInline", silent: bool) -> bool:
 
 
 def _link(state: "StateInline", silent: bool) -> bool:
-    """A text with its address behind it, where that is one: `f[i](x)` is not."""
+    """Rule for links: the text, then the address in parentheses. Code such as `f[i](x)` is not a link."""
     text, at, end = state.src, state.pos, state.posMax
     found = LINKED.match(text, at, end)
     if silent or not found or state.linkLevel or re.match(r"[\w)\]]", text[at - 1 : at] if at else ""):
@@ -268,7 +268,7 @@ def _link(state: "StateInline", silent: bool) -> bool:
 
 
 def _note_open(state: "StateInline", silent: bool) -> bool:
-    """Notes what is text so far and may become a mark; no rule, so it takes nothing."""
+    """Record text that may still become math, a link or a tag. Consumes nothing."""
     text, at = state.src, state.pos
     formula = text.startswith("$$", at) or (text[at] == "$" and may_become_formula(text[at + 1 :]))
     if formula or (text[at] == "[" and LINK_BEGINS.match(text, at)):
@@ -279,7 +279,7 @@ def _note_open(state: "StateInline", silent: bool) -> bool:
 
 
 def _note_delimiters(state: "StateInline") -> None:
-    """Notes the marks that have no partner yet and may get one."""
+    """Record emphasis marks that have no partner yet but may get one."""
     inner = [meta["delimiters"] for meta in state.tokens_meta if meta and "delimiters" in meta]
     for delimiter in (one for delimiters in (state.delimiters, *inner) for one in delimiters):
         at = (state.tokens[delimiter.token].meta or {}).get("at")

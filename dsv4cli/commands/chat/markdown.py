@@ -1,7 +1,7 @@
-"""A block of Markdown as lines of a terminal: every line break and everything visible that the model wrote stays.
+"""Rendering of a Markdown block as terminal lines, keeping every line break and visible character of the source.
 
-markdown-it says which lines are paragraphs, headings, tables; each line is shown where it stands in the source, with
-its own margin and number, so that nothing can get lost on the way.
+markdown-it finds the paragraphs, headings and tables. Each source line keeps its position, margin and number, so that
+no text can get lost.
 """
 
 import re
@@ -19,27 +19,27 @@ HEADINGS = {1: "1;4", 2: "1;4", 3: STRONG, 4: f"{STRONG};{EMPHASIS}"}
 RULE = re.compile(r" {0,3}([-*_])( ?\1){2,}\s*")
 SHORT_RULE = 5
 BULLET = re.compile(r"(?<!\S)[-*](?=\s)")
-# behind a minus or a star that may be the operator of a calculation
+# after a minus or a star that may be an arithmetic operator
 OPERAND = re.compile(r"[\d$(\\=]")
 BAR = re.compile(r"(?<!\\)\|")
-# a line that may still become another thing: marks alone, HTML, a fence in a quote
+# a line that later text may reinterpret: only marks, HTML, or a fence in a quote
 UNDECIDED = re.compile(r"[-*_=#\s>+\d.)`~]*\Z|\s*<|.*(?:```|~~~)")
 NARROWEST_COLUMN = 6
-# a line is decided when so much of it is there; the first bar of a table's first line lies in it
+# characters after which a line's kind is decided; a table's first line must have its first bar within them
 DECIDED = 40
-# what a table has below a heading of it
+# a cell of a table's delimiter row
 MARKS = re.compile(r":?-+:?")
 
 
 class Laid(NamedTuple):
-    """A block's lines with their escape codes, and how many of them no later line can change."""
+    """Rendered lines of a block, with escape codes. certain: number of leading lines that later text cannot change."""
 
     lines: list[str]
     certain: int
 
 
 class SourcePart(NamedTuple):
-    """Lines of the source that belong together, without `end`. kind: "as is", "text", "table", or a heading's level."""
+    """Source lines from `begin` to `end` (exclusive) of one kind: "as is", "text", "table", or a heading's level."""
 
     begin: int
     end: int
@@ -48,7 +48,7 @@ class SourcePart(NamedTuple):
 
 
 def markdown_lines(text: str, columns: int, before: str = "", colours: bool = True) -> Laid:
-    """A block laid out for a terminal of this width; `before` has the marks of the list that it goes on with."""
+    """Render a Markdown block for a terminal of this width. before: Markers of the list that the block continues."""
     head = f"{before}\n\n" if before else ""
     source = (head + text).expandtabs(4).split("\n")
     first = head.count("\n")
@@ -71,14 +71,14 @@ def _laid(source: list[str], first: int, columns: int, colours: bool) -> Laid:
 
 
 def _may_become_a_table(source: list[str], part: SourcePart) -> bool:
-    """Whether the next line can make a table of this paragraph's last one."""
+    """Return whether the next source line could turn this paragraph's last line into a table header."""
     return part.kind == "table" or (
         part.end >= len(source) - 1 and any("|" in line[:DECIDED] for line in source[part.begin :])
     )
 
 
 def _part_lines(source: list[str], part: SourcePart, columns: int) -> tuple[list[list[Run]], int]:
-    """The lines of a part, and how many of them are certain."""
+    """Return the rendered lines of a part, and how many of them later text cannot change."""
     lines = source[part.begin : part.end]
     if part.kind == "table":
         return table_lines(lines, columns)
@@ -114,7 +114,7 @@ def _paragraph(lines: list[str], part: SourcePart, columns: int) -> tuple[list[l
 
 
 def _margins(lines: list[str], part: SourcePart) -> tuple[list[str], list[str]]:
-    """What stands before the text of each line, and the text; a heading's marks are in neither."""
+    """Return the prefix of each line (indentation and markers) and its text. Heading marks are in neither."""
     prefixes, texts = [], []
     contents = [part.content] if part.kind != "text" else part.content.split("\n")
     for line, content in zip(lines, contents, strict=False):
@@ -133,7 +133,7 @@ def _margins(lines: list[str], part: SourcePart) -> tuple[list[str], list[str]]:
 
 
 def _parts(source: list[str], first: int) -> Iterator[SourcePart]:
-    """The source from line `first` on, in parts."""
+    """Split the source, from line `first` on, into parts."""
     at = first
     for part in _found(source):
         if part.begin < first:
@@ -147,7 +147,7 @@ def _parts(source: list[str], first: int) -> Iterator[SourcePart]:
 
 
 def _found(source: list[str]) -> Iterator[SourcePart]:
-    """Paragraphs, headings and tables."""
+    """Yield the paragraphs, headings and tables of the source."""
     until = 0
     tokens = _parser().parse("\n".join(source))
     for token, following in zip(tokens, [*tokens[1:], None], strict=True):
@@ -170,14 +170,17 @@ def _found(source: list[str]) -> Iterator[SourcePart]:
 
 @cache
 def _parser() -> "MarkdownIt":
-    """Blocks alone. What is underlined is no heading: it may be shown by then. No line is a mere reference."""
+    """Return a parser of blocks only, without underlined headings and link reference definitions.
+
+    An underline would turn a paragraph that may already be shown into a heading. A reference would hide its line.
+    """
     from markdown_it import MarkdownIt
 
     return MarkdownIt("commonmark", {"html": True}).enable("table").disable(["inline", "lheading", "reference"])
 
 
 def table_lines(lines: list[str], columns: int) -> tuple[list[list[Run]], int]:
-    """A table in columns, none of it certain before it is whole; as written where it is too wide or irregular."""
+    """Render a table in columns, or as written if too wide or irregular. No line is certain until it is complete."""
     rows = [_cells(line) for line in lines]
     head, marks, *body = rows
     natural = [max(width_of(_plain(row[nth])) for row in (head, *body) if nth < len(row)) for nth in range(len(head))]
@@ -207,7 +210,7 @@ def _plain(cell: str) -> str:
 
 
 def _fitted(natural: list[int], room: int) -> list[int]:
-    """Widths of columns that fit: the widest give way; none where that is not enough."""
+    """Return column widths that fit, shrinking the widest columns; empty if they cannot fit."""
     widths = [max(width, 1) for width in natural]
     surplus = sum(widths) - room
     while surplus > 0:
@@ -220,7 +223,7 @@ def _fitted(natural: list[int], room: int) -> list[int]:
 
 
 def _row(row: list[str], widths: list[int], marks: list[str], margin: str, style: str = "") -> list[list[Run]]:
-    """The lines of a row, its cells wrapped."""
+    """Return the lines of a table row, with its cells wrapped."""
     row = row + [""] * (len(widths) - len(row))
     cells = [hung(inline(cell, style).runs, width, "", "") for cell, width in zip(row, widths, strict=True)]
     lines = []

@@ -6,7 +6,7 @@ def _pairs(text: str) -> dict[str, str]:
     return dict(zip(words[::2], words[1::2], strict=True))
 
 
-# what stands between two operands, with a space on each side
+# binary operators and relations, shown with a space on each side
 OPERATORS = _pairs(r"""
     times × cdot · div ÷ pm ± mp ∓ ast ∗ star ⋆ circ ∘ bullet • oplus ⊕ ominus ⊖ otimes ⊗ odot ⊙ wedge ∧ land ∧
     vee ∨ lor ∨ cup ∪ cap ∩ setminus ∖ le ≤ leq ≤ leqslant ≤ ge ≥ geq ≥ geqslant ≥ ne ≠ neq ≠ ll ≪ gg ≫ approx ≈
@@ -30,14 +30,14 @@ SYMBOLS = _pairs(r"""
     } } | ‖
 """)
 
-# commands that are written as their names
+# commands shown as their names
 FUNCTIONS = frozenset({
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "coth", "log", "ln",
     "lg", "exp", "lim", "limsup", "liminf", "max", "min", "sup", "inf", "arg", "argmax", "argmin", "det", "dim", "ker",
     "deg", "gcd", "lcm", "hom", "Pr", "rank", "tr",
 })  # fmt: skip
 
-# commands that only make room or choose a style
+# commands for spacing or style only
 SPACES = {
     "quad": "  ", "qquad": "  ", ",": " ", ";": " ", ":": " ", ">": " ", " ": " ", "\n": "\n", "!": "", "limits": "",
     "displaystyle": "", "textstyle": "", "scriptstyle": "", "nolimits": "", "nonumber": "", "notag": "", "hline": "",
@@ -58,12 +58,12 @@ SUBSCRIPTS = dict(zip(
     "0123456789+-=()aehijklmnoprstuvxβγρφχ", "₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑₕᵢⱼₖₗₘₙₒₚᵣₛₜᵤᵥₓᵦᵧᵨᵩᵪ", strict=True
 ))  # fmt: skip
 
-# environments: those with brackets around their rows, and those without
+# environments with brackets around their rows, and environments without
 BRACKETS = {"pmatrix": "()", "bmatrix": "[]", "Bmatrix": "{}", "vmatrix": "||", "Vmatrix": "‖‖", "cases": "{"}
 PLAIN = frozenset({
     "matrix", "array", "aligned", "align", "align*", "equation", "equation*", "gather", "gather*", "gathered", "split",
 })  # fmt: skip
-# commands with an argument: of text, of math in another style, fractions
+# commands with arguments: text, math in another style, fractions
 TEXTS = frozenset({
     "text", "textbf", "textit", "textrm", "texttt", "mathrm", "mathsf", "mathtt", "operatorname", "operatorname*",
     "mbox",

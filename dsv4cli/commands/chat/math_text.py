@@ -1,6 +1,6 @@
-r"""LaTeX math as readable text: `\frac{a}{b}` as a/b, `x^2` as x². What is not understood stays as it is written.
+r"""LaTeX math as readable text: `\frac{a}{b}` as a/b, `x^2` as x². Anything not understood stays as written.
 
-pylatexenc drops commands that it does not know and keeps x^2; here nothing may get lost.
+pylatexenc drops unknown commands and leaves `x^2` unchanged; here no text may get lost.
 """
 
 import re
@@ -10,35 +10,35 @@ from dsv4cli.commands.chat import math_symbols as known
 
 TOKEN = re.compile(r"\\(?:[A-Za-z]+\*?|.)|\d+(?:[.,]\d+)*|\s+|.", re.DOTALL)
 DELIMITERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$$", "$$"), ("$", "$"))
-# what shows that text between two `$` is a formula, not between two amounts of money: no three letters follow
-# each other outside of commands, and there is a letter or a sign of LaTeX
+# text between two `$` is a formula, not two amounts of money, if it has a letter or a LaTeX sign and, outside of
+# commands, no three letters in a row
 COMMAND = re.compile(r"\\[A-Za-z]+(?:\{[^{}]*\})?")
 WORD = re.compile(r"[^\W\d_]{3}")
 LETTER = re.compile(r"[^\W\d_]|[\\^_=]")
-# one environment that begins or ends in a line of its own
+# start and end of an environment, each possibly on a line of its own
 BEGIN, END = re.compile(r"\\begin\{([^{}]+)\}(?:\{[lcr|]*\})?"), re.compile(r"\\end\{([^{}]+)\}")
 SIZES = re.compile(r"\\(?:left|right|middle|[bB]igg?[lrm]?)")
-# between the columns of a matrix or an alignment, and between its rows
+# separators of columns and rows in a matrix or an alignment
 COLUMN, ROW = "\x1f", "\x1e"
 SIGNS = frozenset("+-=<>,;:/")
 DIFFERENTIAL = re.compile(r"[d∂] ?[^\W\d_]\W*")
-# what a fraction need not be kept apart from
+# characters after a fraction that make parentheses around it unnecessary
 CLOSING = frozenset(")]}|.!?⌋⌉⟩‖")
 
 
 class UnreadableMath(Exception):
-    """A formula whose structure is not understood."""
+    """The structure of a formula is not understood."""
 
 
 class Term(NamedTuple):
-    """A part of a formula. kind: what may stand beside it without parentheses."""
+    """A part of a formula. kind: Decides when the part needs parentheses."""
 
     text: str
     kind: Literal["atom", "sign", "function", "fraction", "space"] = "atom"
 
 
 def readable_math(source: str) -> str:
-    """Return a formula, given with its delimiters, as text. Line breaks stay; one that cannot be read is unchanged."""
+    """Return a formula, given with its delimiters, as text with the same line breaks; as it is if it cannot be read."""
     inner = source
     for opening, closing in DELIMITERS:
         if source.startswith(opening) and source.endswith(closing) and len(source) > len(opening + closing):
@@ -56,13 +56,13 @@ def is_formula(text: str) -> bool:
 
 
 def may_become_formula(text: str) -> bool:
-    """Return whether text behind a `$`, which has come so far, can become math when another `$` comes in its line."""
+    """Return whether the text so far after a `$` can still become math, if another `$` follows on the same line."""
     whole_words = re.sub(r"\w*\Z", "", COMMAND.sub("", text))
     return text[:1].strip() != "" and "\n" not in text and WORD.search(whole_words) is None
 
 
 def readable_line(line: str) -> str | None:
-    """Return one line of a displayed formula as text, None if it has only delimiters."""
+    """Return one line of a displayed formula as text, or None if it has only delimiters."""
     body = line.strip()
     for mark in ("\\[", "\\]", "$$"):
         body = body.removeprefix(mark).removesuffix(mark).strip()
@@ -80,7 +80,7 @@ def readable_line(line: str) -> str | None:
 
 
 def _read(tex: str) -> str | None:
-    """Return math without delimiters as text, None if it cannot be read."""
+    """Return math without delimiters as text, or None if it cannot be read."""
     try:
         text = _joined(MathReader(tex).items())
     except (UnreadableMath, RecursionError):
@@ -91,14 +91,14 @@ def _read(tex: str) -> str | None:
 
 
 class MathReader:
-    """A recursive-descent reader of math."""
+    """A recursive-descent parser of LaTeX math."""
 
     def __init__(self, tex: str) -> None:
         self._tokens = TOKEN.findall(tex)
         self._at = 0
 
     def items(self, end: str = "") -> list[Term]:
-        """Read up to a token, or to the end."""
+        """Read terms up to an end token, or to the end of the formula."""
         found: list[Term] = []
         while self._at < len(self._tokens):
             token = self._next()
@@ -135,7 +135,7 @@ class MathReader:
             found.append(Term(token, "sign" if token in SIGNS else "atom"))
 
     def _argument(self) -> list[Term]:
-        """Read a group, or the next token; `\\frac12` has two of a digit."""
+        """Read a group or the next token. A number is read digit by digit: `\\frac12` has two arguments."""
         while self._ahead().isspace():
             self._at += 1
         token = self._next()
@@ -151,7 +151,7 @@ class MathReader:
         return found
 
     def _raw(self) -> str:
-        """Read the text of a group, in which spaces count."""
+        """Read the text of a group, keeping its spaces."""
         if self._next() != "{":
             raise UnreadableMath
         start = self._at
@@ -243,7 +243,7 @@ class MathReader:
 
 
 def _scripted(text: str, mark: str) -> str:
-    """Return a text as a superscript or subscript, behind its mark where Unicode lacks a character."""
+    """Return a text as superscript or subscript characters, or after its mark if Unicode lacks one of them."""
     table, tight = (known.SUPERSCRIPTS if mark == "^" else known.SUBSCRIPTS), text.replace(" ", "")
     if tight and all(letter in table for letter in tight):
         return "".join(table[letter] for letter in tight)
@@ -252,7 +252,7 @@ def _scripted(text: str, mark: str) -> str:
 
 
 def _operand(items: list[Term], *, product: bool = False) -> str:
-    """Return a part of a fraction or root, in parentheses where it needs some; product: not around factors."""
+    """Return an operand of a fraction or root, in parentheses if needed. product: A product of factors needs none."""
     text, parts, depth, outside = (
         _joined(items).strip(),
         [item for item in items if item.text.strip()],
@@ -271,7 +271,7 @@ def _operand(items: list[Term], *, product: bool = False) -> str:
 
 
 def _joined(items: list[Term]) -> str:
-    """Return the text of a formula's parts; a fraction between factors is in parentheses."""
+    """Return the text of a formula's terms. A fraction between factors gets parentheses."""
     text = ""
     for number, (part, kind) in enumerate(items):
         if kind == "fraction":

@@ -1,4 +1,4 @@
-"""What a turn of `dsv4 chat` shows as it comes: blocks of Markdown, thinking in one line; only ever appended."""
+"""Rendering of a streamed answer in `dsv4 chat`: Markdown blocks, and thinking on one line. Append-only."""
 
 import re
 from dataclasses import dataclass, field
@@ -15,24 +15,29 @@ from dsv4cli.output import Output, counted, duration_text, stdout_columns
 
 ITEM = re.compile(r"([-*+]|\d{1,9}[.)])\s")
 ITEMS = re.compile(r" *(?:(?:[-*+]|\d{1,9}[.)]) +)+(?=\S)")
-# a fence, behind the marks of the item that begins with it; backticks around a word are no fence
+# a fence, after the markers of a list item that begins with it; backticks around a word are no fence
 FENCE = re.compile(r"((?: *(?:[-*+]|\d{1,9}[.)]) +)?)( *)(`{3,}(?=[^`]*$)|~{3,})")
 HEADING = re.compile(r"#{1,6}\s")
-# below a paragraph they would make a heading of it, which may be shown by then
+# shown as a rule: an underline would turn the paragraph above, which may already be shown, into a heading
 RULE = re.compile(r" {0,3}(-{2,}|=+)\s*$")
-# displayed math, to its end or to an empty line: each of its lines is shown by itself
+# start and end of displayed math, which an empty line also ends; each of its lines is shown separately
 MATH = {"\\[": "\\]", "$$": "$$"}
 MATH_LINE = re.compile(r"\s*(\\\[|\$\$|\\begin\{)")
 ENVIRONMENT = re.compile(r"\\begin\{([^{}]+)\}")
-# a block is laid out again after so many characters, or such a share of those it had
+# an incomplete block is rendered again after 40 more characters, or 1/16 more than last time if that is larger
 FEW_CHARACTERS, FEW = 40, 1 / 16
-# a dot for so many tokens of thinking, and so many dots in its line at most
+# tokens of thinking per dot, and maximum dots on the line
 TOKENS_A_DOT, MOST_DOTS = 16, 12
 
 
 class MarkdownBlock(NamedTuple):
-    """A piece of an answer: a `text` of Markdown, a line of `code` or `math`, the beginning (its text: the words behind
-    the marks) or the `end` of a fence, or an empty line. `before`: the marks of the list that it goes on with."""
+    """A complete block of an answer.
+
+    Attributes:
+        kind: Text of Markdown, one line of code or math, the start or end of a fence, or an empty line.
+        text: For the start of a fence, its info string.
+        before: Markers of the list items that the block continues, one line each.
+    """
 
     kind: Literal["text", "code", "fence", "end", "math", "empty"]
     text: str = ""
@@ -41,36 +46,36 @@ class MarkdownBlock(NamedTuple):
 
 @dataclass
 class Blocks:
-    """Cuts Markdown that comes in pieces into blocks that nothing behind them can change.
+    """Splits streamed Markdown into blocks that later text cannot change.
 
-    A text is a heading, a rule, an item of the outer list with what is below it, or what stands between two empty
-    lines. Lines of code and math are blocks of their own, so that they come at once and as they are.
+    A text block is a heading, a rule, an item of the outermost list with its content, or the text between two empty
+    lines. Each line of code and math is a block of its own, so that it is shown at once.
     """
 
     _line: str = ""
     _block: list[str] = field(default_factory=list)
     _fence: str = ""
-    _margin: int = 0  # what stands before the fence, and is not of the code
-    _math: str = ""  # what ends it
-    _list: list[str] = field(default_factory=list)  # the marks of the outer item and of those in it
+    _margin: int = 0  # columns before the fence, removed from each line of code
+    _math: str = ""  # the delimiter that ends the math
+    _list: list[str] = field(default_factory=list)  # markers of the outer item and of nested ones
 
     def push(self, text: str) -> list[MarkdownBlock]:
-        """What has become complete."""
+        """Add text and return the blocks that it completes."""
         *lines, self._line = (self._line + text).split("\n")
         return [block for line in lines for block in self._take(line)]
 
     def under_way(self) -> MarkdownBlock:
-        """The text under way, as far as its words are whole."""
+        """Return the incomplete text block, up to its last complete word."""
         line = re.sub(rf"[^\s{CJK}]*$", "", self._line)
         lines = [*self._block, line]
         begins = ITEM.match(line) or HEADING.match(line) or RULE.match(line)
         if (self._block and begins) or FENCE.match(line) or MATH_LINE.match(line):
-            lines.pop()  # of the next block
+            lines.pop()  # belongs to the next block
         text = "" if self._fence or self._math else "\n".join(lines).rstrip()
         return MarkdownBlock("text", text, self._before(text))
 
     def flush(self) -> list[MarkdownBlock]:
-        """What is left when nothing follows."""
+        """Return the remaining blocks at the end of the answer."""
         line, self._line = self._line, ""
         blocks = (self._take(line) if line else []) + self._complete()
         self._fence = self._math = ""
@@ -129,7 +134,7 @@ class Blocks:
 
 
 def _math_begun(line: str) -> str:
-    """What ends the math that a line begins; nothing where it also ends there."""
+    """Return the delimiter that ends the math begun on this line; empty if it begins none or also ends it."""
     text = SPAN_OF_CODE.sub("", line)
     environment = ENVIRONMENT.search(text)
     if environment and f"\\end{{{environment[1]}}}" not in text:
@@ -141,9 +146,10 @@ def _math_begun(line: str) -> str:
 
 @dataclass
 class Renderer:
-    """One answer on its way to the user. Thinking is a line with dots, or in full on request.
+    """Renders one answer. Thinking is a line of dots, or shown in full if `thinking` is set.
 
-    tokens: the number of an answer's tokens is known while it comes.
+    Attributes:
+        tokens: Whether the number of tokens is known while the answer streams.
     """
 
     out: Output
@@ -154,19 +160,19 @@ class Renderer:
     _thought_since: float | None = None
     _thoughts: int = 0
     _code: Code | None = None
-    _empty: int | None = None  # empty lines that wait for a line behind them; none wait before the first line
-    _apart: bool = False  # one at least
-    _columns: int = 0  # of the block under way: how wide it is laid out, and of how many characters last
+    _empty: int | None = None  # empty lines held back until another line follows; None before the first line
+    _apart: bool = False  # at least one empty line comes next
+    _columns: int = 0  # of the incomplete block: its width, and below, its length when it was last rendered
     _characters: int = 0
-    _lines: int = 0  # of it that are shown
+    _lines: int = 0  # lines of the block already shown
 
     def push(self, kind: str, text: str, thoughts: int = 0) -> None:
-        """A piece of reasoning or content; the text of calls is shown when they are complete, by the turn.
+        """Show a piece of reasoning or content. Tool calls are shown by the turn, once they are complete.
 
         Args:
             kind: "reasoning", "content" or "calls".
-            text: the piece.
-            thoughts: how many tokens the reasoning has with it.
+            text: The piece.
+            thoughts: Number of reasoning tokens so far, including this piece.
         """
         if kind == "reasoning":
             self._think(text, thoughts)
@@ -176,7 +182,7 @@ class Renderer:
             self._say(text)
 
     def end(self) -> None:
-        """Shows what was held back and ends the line; the next push begins a new answer."""
+        """Show the text held back so far and end the line. The next push starts a new answer."""
         self._end_thinking()
         if self.markdown:
             self._blocks_out(self._blocks.flush())
@@ -209,7 +215,7 @@ class Renderer:
         elif block.kind == "code":
             assert self._code is not None
             self._out([painted(self._code.push(block.text), self.out.colours.stdout)])
-        else:  # code stands apart, whether or not the model has left a line free
+        else:  # code has an empty line before and after it, even if the model wrote none
             self._apart = True
             words = block.text.split(maxsplit=1)
             self._code = Code(words[0]) if words else Code("")
@@ -217,7 +223,7 @@ class Renderer:
                 self._out([painted([Run(block.text, DIM)], self.out.colours.stdout)])
 
     def _early_lines_out(self) -> None:
-        """Those lines of a long block that are certain before it is complete."""
+        """Show those lines of a long incomplete block that later text cannot change."""
         block = self._blocks.under_way()
         if len(block.text) - self._characters >= max(FEW_CHARACTERS, FEW * self._characters):
             self._characters = len(block.text)
@@ -229,7 +235,7 @@ class Renderer:
         return self._columns
 
     def _rest_out(self, lines: list[str]) -> None:
-        """Shows what of the block's lines is not shown yet."""
+        """Show the lines of the block that are not shown yet."""
         if len(lines) > self._lines:
             self._out(lines[self._lines :])
             self._lines = len(lines)

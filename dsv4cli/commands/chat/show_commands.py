@@ -1,4 +1,4 @@
-"""What `dsv4 chat` can tell of a conversation: its messages, its tokens, what it has cost."""
+"""Slash commands of `dsv4 chat` that show the conversation: its messages, tokens, statistics and context use."""
 
 import json
 
@@ -8,12 +8,12 @@ from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
 
-# how `show_history` begins a message
+# prefix of a message in `show_history`, by role
 SIGNS = {"user": "> ", "assistant": "", "tool": "→ "}
 
 
 def show_history(chat: Chat, _: str) -> None:
-    """The conversation so far, as it was written: questions behind the prompt's sign, answers, calls and results."""
+    """Print the conversation as plain text: questions after the prompt sign, answers, tool calls and results."""
     from dsv4cli.engine.text.turns import text_of
 
     if not chat.session.messages:
@@ -27,7 +27,7 @@ def show_history(chat: Chat, _: str) -> None:
 
 
 def show_stats(chat: Chat, _: str) -> None:
-    """What the session has cost."""
+    """Print token counts and speeds of the session."""
     count, last = chat.count, chat.last
     rows = [
         ["answers", f"{count.turns:,}"],
@@ -47,7 +47,7 @@ def show_stats(chat: Chat, _: str) -> None:
 
 
 def show_tokens(chat: Chat, text: str) -> None:
-    """Shows the tokens of a text, or of each message."""
+    """Print the token ids of a text, or the number of tokens of each message."""
     if text:
         ids = chat.conversation.text_ids(text)
         chat.out.line(f"{counted(len(ids), 'token')}: {' '.join(map(str, ids))}")
@@ -62,7 +62,7 @@ def show_tokens(chat: Chat, text: str) -> None:
 
 
 def show_context(chat: Chat, _: str) -> None:
-    """Shows how full the context is."""
+    """Print how much of the context is used."""
     used, room = chat.conversation.tokens(chat.prompt()) if chat.session.messages else 0, chat.conversation.context
     if room is None:
         chat.out.line(f"{counted(used, 'token')} used; the server does not report its context limit")
@@ -73,7 +73,7 @@ def show_context(chat: Chat, _: str) -> None:
 
 
 def copy(chat: Chat, _: str) -> None:
-    """Fills the clipboard with the last answer. Raises UsageError."""
+    """Copy the last answer to the terminal's clipboard. Raises UsageError."""
     if not chat.copies:
         raise UsageError("this terminal does not support copying", "use /save FILE or /json")
     text = str(chat.session.last_answer().get("content") or "")
@@ -82,11 +82,11 @@ def copy(chat: Chat, _: str) -> None:
 
 
 def show_json(chat: Chat, _: str) -> None:
-    """The conversation as JSON messages."""
+    """Print the conversation as JSON messages."""
     chat.out.stream(json.dumps(chat.session.document(), ensure_ascii=False, indent=1) + "\n")
 
 
 def excerpt(text: str) -> str:
-    """The beginning of a text, in one line."""
+    """Return the beginning of a text on one line, at most 60 characters."""
     line = " ".join(text.split())
     return line if len(line) <= 60 else line[:59] + "…"

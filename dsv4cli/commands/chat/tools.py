@@ -1,4 +1,4 @@
-"""Tools of `dsv4 chat`: what the model calls is shown, and its result comes from the user or from a command."""
+"""Tool calls of `dsv4 chat`: shown to the user, and answered by the user or by a command."""
 
 import json
 import shlex
@@ -19,20 +19,23 @@ if TYPE_CHECKING:
     from dsv4cli.commands.chat.session import Session
     from dsv4cli.engine.text.prompt import Message, Tool
 
-# characters of a result that the model gets; of what a failed command has written; of a result that the user sees
+# maximum characters: of a result for the model; of each output of a failed command; of a result on the terminal
 MOST_CHARACTERS, LAST_WORDS, SEEN = 20_000, 2_000, 200
-# bytes: more characters than that, in any script
+# bytes kept of an output: at least MOST_CHARACTERS characters in UTF-8, 4 bytes each at most
 KEPT = 4 * MOST_CHARACTERS + 4
-# of a result's room: with less, what stands around it, and an answer, would not fit
+# minimum token budget of a result: below it, the message around the result and an answer would not fit
 FEWEST_TOKENS = 128
 NOT_RUN = "no result; the answer ends here"
 
 
 class Round(NamedTuple):
-    """The calls of one answer.
+    """The tool calls of one answer.
 
-    number: of the round since the question, from 1. room: the most tokens of a result. tokens: how many a text has.
-    offered: the model has been offered tools.
+    Attributes:
+        number: Round of calls since the user's question, from 1.
+        room: Maximum tokens of one result.
+        tokens: Returns an upper bound on the number of tokens of a text.
+        offered: Whether tools were offered to the model.
     """
 
     number: int
@@ -42,8 +45,11 @@ class Round(NamedTuple):
 
 
 def next_round(session: "Session", backend: "Backend", calls: int) -> Round:
-    """The round of so many calls that comes now. Results have half of the context that the question and what has
-    followed it leave, so that an answer, or another round, always fits."""
+    """Return the round for the newest `calls` tool calls.
+
+    Their results share half of the context that the last question and the messages after it leave free, so that an
+    answer or another round always fits.
+    """
     messages = session.prompt()
     asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
     turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
@@ -53,7 +59,7 @@ def next_round(session: "Session", backend: "Backend", calls: int) -> Round:
 
 
 def read_tools(path: Path) -> "list[Tool]":
-    """The tools of a JSON file: a list as in the OpenAI API, or an object that has it as `tools`. Raises UsageError."""
+    """Read the tools in a JSON file: a list as in the OpenAI API, or an object with `tools`. Raises UsageError."""
     from dsv4cli.engine.text.inputs import read_text
     from dsv4cli.engine.text.prompt import check_tools
 
@@ -67,7 +73,7 @@ def read_tools(path: Path) -> "list[Tool]":
 
 
 def split_command(text: str) -> list[str]:
-    """A command and its arguments, as a shell would part them. Raises UsageError, also where there is no program."""
+    """Split a command line as a shell would. Raises UsageError, also if the program cannot be found."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -84,9 +90,14 @@ def split_command(text: str) -> list[str]:
 
 @dataclass
 class Tools:
-    """Carries out calls: with `command`, which gets each as JSON on stdin and prints the result; without, by asking.
+    """Runs tool calls with a command, or asks the user for their results.
 
-    What is not asked about goes on for so many `rounds` of calls in a turn."""
+    Attributes:
+        command: Reads each call as JSON from stdin and prints the result; if empty, the user types the results.
+        seconds: Timeout of a call.
+        ask_first: Ask before each call.
+        rounds: Without `ask_first`, ask again after this many rounds of calls in a turn.
+    """
 
     out: Output
     source: Input
@@ -96,9 +107,9 @@ class Tools:
     rounds: int = 25
 
     def run(self, calls: list[dict[str, Any]], now: Round) -> "Iterator[Message]":
-        """Carry out the calls in order and yield each result as a message, as soon as it is there.
+        """Run the calls in order and yield each result as a message as soon as it is known.
 
-        It ends early where the user wants that, or there were enough rounds.
+        Ends early if the user declines a call, if the rounds are used up, or if the context has no space for a result.
         """
         if not self.command and not now.offered:
             for call in calls:
@@ -154,7 +165,7 @@ class Tools:
         return self._execute(function, now)
 
     def _execute(self, function: dict[str, Any], now: Round) -> str:
-        """What the command prints, as it is; where it fails, what went wrong, as JSON, for the model to read."""
+        """Return the command's output unchanged. If it fails, return the error as JSON for the model to read."""
         try:
             arguments = json.loads(function["arguments"])
         except (ValueError, RecursionError):
@@ -189,8 +200,11 @@ class Tools:
             self.out.reasoning(f"{cut}{ended.last_err[-LAST_WORDS:]}\n")
 
     def _cut(self, text: str, now: Round, size: int = 0) -> str:
-        """The text as far as a result may go, with a word at its end where something is missing; size: its bytes, where
-        it is not the whole."""
+        """Return a result cut to the limits of characters and tokens, with a note at the end if it was cut.
+
+        Args:
+            size: Bytes of the whole output, if `text` is only its beginning.
+        """
         low, high = 0, min(len(text), MOST_CHARACTERS)
         if now.tokens(text[:high]) > now.room:
             while low < high:
