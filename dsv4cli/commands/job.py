@@ -1,4 +1,4 @@
-"""The loaded model behind `dsv4 run` and `dsv4 chat`: what their options ask for, and how it is loaded."""
+"""The model of `dsv4 run`, `chat` and `serve`: what their options request, and how it is loaded."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,11 +35,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What every mode needs. device_name, dtype, exact, backend: the options' words. drafting: what of a drafter is
-    loaded and used. memory: what the model may take. world, followers: None in one process. compiler: a process that
-    waits for what to compile. clients: how many conversations there may be at once, each drawn as it likes if there are
-    several; cache_memory: what these share of a GPU. loaded: called once the model is there. plan: what of its steps
-    `dsv4 trace` records."""
+    """A model and the settings to run it with, before it is loaded.
+
+    Attributes:
+        device_name, dtype, exact, backend: As given by the options.
+        drafting: Whether to load the drafter, and how many draft tokens to use.
+        memory: Limits of GPU and host memory; None for no limits.
+        world, followers: Tensor-parallel ranks; None in a single process.
+        compiler: Process that waits for kernels to compile, if one was started early.
+        clients: Number of concurrent conversations. If more than 1, each may set its own sampling.
+        cache_memory: Bytes of GPU memory for the KV cache of all clients; None for the default.
+        loaded: Called once the model is loaded.
+        plan: What `dsv4 trace` records of the model's steps.
+    """
 
     out: Output
     source: "FolderSource | RandomSource"
@@ -84,10 +92,13 @@ class Job:
 
     @contextmanager
     def model(self, prompts: Sequence[int] | None = None, *, drawn: bool = True) -> "Iterator[Transformer]":
-        """The model on its device, loaded with progress on a terminal; what runs inside computes with its backend.
-        Kernels that it needs are compiled meanwhile.
+        """Load the model on its device, and select its backend inside the block. Missing kernels compile meanwhile.
 
-        prompts: how many tokens each has, None where that is not known; drawn: whether they are to be answered.
+        A terminal shows progress.
+
+        Args:
+            prompts: Length of each prompt in tokens; None if unknown.
+            drawn: Whether tokens will be sampled.
         """
         from dsv4cli.engine.system.backend import use
 
@@ -99,7 +110,7 @@ class Job:
 
     @contextmanager
     def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[NoCompilation]":
-        """Compiles what will be launched, where this process is the one to do so."""
+        """Compile the kernels to be launched in the background, unless another rank does so or no Triton kernel is needed."""
         if self.kernels != "triton" or (self.world is not None and self.world.rank):
             yield NoCompilation()
             return
@@ -127,7 +138,7 @@ class Job:
 
     @property
     def numerics(self) -> "Numerics":
-        """The model's numerics."""
+        """Numerics of the model: those of the official code, or plain arithmetic in `dtype`."""
         import torch
 
         from dsv4cli.engine.model.numerics import Numerics
@@ -146,7 +157,7 @@ class Job:
 
         device, world = self.device, self.world or SINGLE
         if self.followers is not None:
-            self.followers.tell([])  # they load too
+            self.followers.tell([])  # the followers load at the same time
         start = perf_counter()
         load = workload_of(
             self.source.identity.config, self.limits, prompts,
@@ -165,7 +176,7 @@ class Job:
             )
         seconds, offload = perf_counter() - start, offload_of(model)
         held = sum(parameter.nbytes for parameter in model.parameters())
-        # without experts in host memory, more bytes than stored are dequantized weights
+        # unless experts are in host memory, more bytes than stored mean dequantized weights
         wide = f" ({size_text(held)} as fp32)" if offload is None and held > model.stored_bytes else ""
         loaded = f"{self.source.name} on {device}: {size_text(model.stored_bytes)}{wide} in {seconds:.1f} s"
         if isinstance(self.source, RandomSource):

@@ -121,7 +121,7 @@ def _begin(
     *,
     dry_run: bool,
 ) -> None:
-    """Convert, unless the conversion is finished already or this is a dry run; both are reported."""
+    """Convert, or report a finished conversion or the plan of a dry run."""
     from dsv4cli.engine.conversion.convert import finished
     from dsv4cli.engine.conversion.options import prepare
 
@@ -144,7 +144,7 @@ def _done(
     workers: int,
     check: Literal["sample", "full", "off"],
 ) -> None:
-    """Compares the complete output of an earlier run as far as that is still to be done, and reports it."""
+    """Compare the complete output of an earlier run, unless that was done before, and report it."""
     from dsv4cli.engine.conversion.convert import compare_finished
 
     nbytes, folder = sum(file.nbytes for file in conversion.files), conversion.output
@@ -171,7 +171,7 @@ def _done(
 
 
 def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> None:
-    """Shows what would be done, checked as the doing checks it."""
+    """Print the plan of a dry run, after the same checks as for a conversion."""
     from dsv4cli.engine.conversion.convert import trial
     from dsv4cli.engine.conversion.room import free_bytes
     from dsv4cli.engine.conversion.write import memory_bytes

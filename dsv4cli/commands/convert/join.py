@@ -1,4 +1,4 @@
-"""What follows a conversion: parts joined (`--finish`), an output looked at again (`--check`), and what to do next."""
+"""After a conversion: join its parts (`--finish`), check an output again (`--check`), and suggest the next command."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,13 +20,19 @@ if TYPE_CHECKING:
     from dsv4cli.engine.system.threads import Progress
 
 SCHEMA = "dsv4.convert/1"
-# of what is wrong with an output, on a terminal
+# maximum problems listed on a terminal
 SHOWN = 10
 
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """The options of a comparison as typed: the source, how much, and the threads."""
+    """Options of the comparison with a source, as typed.
+
+    Attributes:
+        against: The source to compare with, if any.
+        check: How much to compare.
+        workers: Number of threads; None for the default.
+    """
 
     against: str | None
     check: Literal["sample", "full", "off"]
@@ -34,7 +40,17 @@ class ComparisonOptions:
 
 
 def join(out: Output, finish: Path | None, look: Path | None, comparison: ComparisonOptions, others: list[Any]) -> None:
-    """Carries out `--finish DST` or `--check DST`; others: the options that neither takes, None where left out."""
+    """Run `--finish DST` or `--check DST`.
+
+    Args:
+        finish: Output folder of `--finish`; None for `--check`.
+        look: Output folder of `--check`.
+        others: Values of the options that neither accepts, None if not given.
+
+    Raises:
+        UsageError: an option cannot be combined with these, or the folder is not suitable.
+        Exit: with code 3, if `--check` finds a difference.
+    """
     option, folder = ("--finish", finish) if finish is not None else ("--check", look)
     assert folder is not None
     others = [*others, look if finish is not None else None]
@@ -54,7 +70,7 @@ def join(out: Output, finish: Path | None, look: Path | None, comparison: Compar
 
 @contextmanager
 def _checking(out: Output, comparison: ComparisonOptions) -> Iterator[tuple["Against | None", int, "Progress"]]:
-    """A bar on the terminal, and with it what to compare with, and the threads."""
+    """Show a progress bar, and yield what to compare with, the number of threads, and the bar's callback."""
     from dsv4cli.engine.conversion.options import default_workers, prepare_comparison
 
     workers = comparison.workers or default_workers()
@@ -131,14 +147,14 @@ def _report(out: Output, folder: Path, checked: "Checked", against: str | None) 
 
 
 def facts(found: "Verification | None") -> dict[str, Any] | None:
-    """A comparison in JSON."""
+    """Return a comparison as JSON values."""
     if found is None:
         return None
     return {"values": found.values, "compared": found.compared, "exact": len(found.exact), "inexact": found.errors}
 
 
 def verdict(found: "Verification | None") -> str:
-    """A comparison in words."""
+    """Return a comparison as text."""
     if found is None:
         return "not compared with the source (--verify off)"
     if not found.values:
@@ -154,13 +170,13 @@ def verdict(found: "Verification | None") -> str:
 
 
 def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
-    """Return what to do with an output, as a command."""
+    """Suggest what to do with an output, as text with a command."""
     from dsv4cli.engine.checkpoint.names import folder_word
 
     if parts > 1:
         return f"when all {parts} parts are there: `dsv4 convert --finish {shell_word(output)}`"
     folder = folder_word(output)
-    # whom the layouts are made for; dsv4 runs all but GGUF
+    # the program that each layout is for; dsv4 runs all except GGUF
     readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official", "gguf": "llama.cpp"}
     if to not in readers:
         return f"look at it with `dsv4 inspect {folder}`"
@@ -169,13 +185,13 @@ def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
 
 
 def notes(out: Output, sentences: Iterable[str]) -> None:
-    """What an output does not have."""
+    """Print each note about an output as a warning."""
     for sentence in sentences:
         out.warning(sentence)
 
 
 def time_text(missing: int, rate: float) -> str:
-    """How long these bytes take at a rate."""
+    """Return how long writing `missing` bytes takes at `rate` bytes per second, as text."""
     if not missing or not isfinite(rate):
         return "nothing to write"
     seconds = duration_text(missing / rate)

@@ -1,4 +1,4 @@
-"""What `dsv4 convert` says about tensors whose values the target does not have."""
+"""Report of `dsv4 convert` on tensors whose values the target layout cannot represent exactly."""
 
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -8,11 +8,11 @@ from dsv4cli.output import Output, counted
 if TYPE_CHECKING:
     from dsv4cli.engine.conversion.job import Conversion
 
-SHOWN = 8  # rounded tensors that are listed: what a person reads at once
+SHOWN = 8  # maximum rounded tensors listed on a terminal
 
 
 def report_rounding(out: Output, conversion: "Conversion", device: Any, workers: int) -> dict[str, float]:
-    """Print the tensors that will be rounded most, and return the relative error of each that will be rounded."""
+    """Print the tensors with the largest rounding errors. Return the relative error of each tensor that is rounded."""
     from dsv4cli.engine.conversion.rounding import rounded_matrices
 
     with out.counting("looking for values that will be rounded") as progress:

@@ -1,4 +1,4 @@
-"""A server from its model to its end: loading, what is said, signals."""
+"""The life of a server: load the model, report progress, serve, and shut down on signals."""
 
 import asyncio
 import os
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from dsv4cli.engine.server.warm import CacheOptions
 
 LOST_RANK = "check whether the machine ran out of memory, then restart the server"
-# how long a step that runs at the end may take
+# seconds to wait for the running step at shutdown
 LAST_STEP_SECONDS = 5
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """Host and port to listen on."""
 
     host: str
     port: int
@@ -38,8 +38,18 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy:
-    """Who may ask, and how much. names: of the model, none for its own. grace: seconds. seed: of requests without
-    one."""
+    """Access rules, limits and defaults for clients.
+
+    Attributes:
+        guard: Checks API keys and hosts.
+        share: Memory of the KV cache, and the latency target.
+        names: Model names for clients; empty for the model's own name.
+        max_queue: Maximum number of queued requests.
+        grace: Seconds that running answers have to finish at shutdown.
+        seed: Seed of requests without one; None for a random seed.
+        reasoning_fields: Fields of the reasoning in OpenAI API responses.
+        log_prompts: Print each prompt to stderr.
+    """
 
     guard: "Guard"
     share: "CacheOptions"
@@ -51,12 +61,12 @@ class Policy:
     log_prompts: bool
 
     def offer(self, job: Job) -> "ServeOptions":
-        """What is served."""
+        """Return the options of the server for this job: model names, request defaults and limits."""
         from dsv4cli.engine.server.build import ServeOptions
         from dsv4cli.engine.server.service import RequestDefaults
 
         name = job.source.name
-        own = PurePath(name).name if os.path.isdir(name) else name  # not where it lies
+        own = PurePath(name).name if os.path.isdir(name) else name  # the folder's name, not its path
         usual = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
         return ServeOptions(
             job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
@@ -65,26 +75,30 @@ class Policy:
 
 
 def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: float) -> int:
-    """Serves until a signal ends it; the exit code. start: when the program began (perf_counter). Raises Dsv4Error."""
+    """Serve until a signal arrives, and return the exit code. Raises Dsv4Error.
+
+    Args:
+        start: time.perf_counter() at the start of the program.
+    """
     from dsv4cli.engine.server import build  # noqa: F401 - now: nothing is imported when the weights are there
     from dsv4cli.engine.server.http import bound_socket
 
     running = Running(job, policy, start)
-    _ = running.job.dialogue  # refused before the model is loaded, as is an address that is taken
+    _ = running.job.dialogue  # raises before the model is loaded, as a taken address does
     engine_of = partial(_engine_of, policy.share)
     with bound_socket(*address) as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:
         return asyncio.run(running.serve(engine, bound))
 
 
 def _engine_of(share: "CacheOptions", job: Job, model: "Transformer") -> "AbstractContextManager[Engine]":
-    """An engine for many clients that has made its first steps."""
+    """Return an engine for many clients, warmed up with its first steps."""
     from dsv4cli.engine.server.warm import ready_engine
 
     return ready_engine(model, share, job.limits, job.device, job.followers, job.drafting, job.out.compiling)
 
 
 class Running:
-    """A server from its start to its end. job: with many clients."""
+    """A server from its start to its shutdown, with its job set up for many clients."""
 
     def __init__(self, job: Job, policy: Policy, start: float) -> None:
         from dsv4cli.engine.config.capacity import MAX_SLOTS
@@ -93,11 +107,11 @@ class Running:
         self.job = replace(job, clients=MAX_SLOTS, cache_memory=memory, loaded=self._note_weights)
         self._out, self._policy = job.out, policy
         self._start = self._weights = start
-        self._number = 0  # of the signal that ends it
+        self._number = 0  # number of the signal that shuts the server down
         self._leave = left_by(job.out)
 
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
-        """Answers clients until a signal comes; the exit code. Raises what the engine has failed with."""
+        """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if the engine fails."""
         from dsv4cli.engine.server.build import serving
 
         asked, server = serving(
@@ -124,20 +138,20 @@ class Running:
         try:
             self._out.status(text)
         except ReaderGone:
-            self._out.silent = True  # who does not listen is not the one who asks
+            self._out.silent = True  # clients are still served if nobody reads the log
 
     def _confess(self, traceback: str) -> None:
-        """Shows an error that is ours; the server goes on."""
+        """Print an internal error. The server keeps running."""
         with suppress(ReaderGone):
             what, remedy = "a request failed because of a bug in dsv4", "please report it with the lines above"
             self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))
 
     def _begin(self, bound: socket.socket) -> None:
-        """Once clients can connect."""
+        """Announce that the server is ready. Called once clients can connect."""
         from dsv4cli.engine.server.warm import spare_what_is_there
 
         self._say_ready(bound)
-        spare_what_is_there()  # nobody who waits for the address waits for it
+        spare_what_is_there()  # after printing the address, so that it does not delay startup
 
     def _say_ready(self, bound: socket.socket) -> None:
         from dsv4cli.engine.server.http import url_of
@@ -149,7 +163,7 @@ class Running:
 
     def _end(self, number: int, server: "HttpServer") -> None:
         if self._number:
-            if number == signal.SIGHUP:  # the shell and the kernel send one each
+            if number == signal.SIGHUP:  # the shell and the kernel each send one
                 return
             self._leave_now()
         self._number = number
@@ -162,6 +176,6 @@ class Running:
 
 
 def _ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a server with grace: SIGHUP, of a closed terminal, unless nohup ignores it."""
+    """Return the signals that shut the server down gracefully. SIGHUP (closed terminal) is left out under nohup."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
