@@ -110,7 +110,7 @@ class Job:
 
     @contextmanager
     def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[NoCompilation]":
-        """Compile the kernels to be launched in the background, unless another rank does so or no Triton kernel is needed."""
+        """Compile Triton kernels in the background, if the backend needs them and this is the rank to do so."""
         if self.kernels != "triton" or (self.world is not None and self.world.rank):
             yield NoCompilation()
             return

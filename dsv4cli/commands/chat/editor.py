@@ -51,7 +51,7 @@ class Editor:
         )
 
     def read(self, draft: str) -> str:
-        """Read the next message; `draft` is its initial text. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
+        """Read the next message, starting with `draft`. Raises EOFError at the end, KeyboardInterrupt on Ctrl-C."""
         self._draft = draft
         try:
             return unquoted(self._session.prompt(default=draft))

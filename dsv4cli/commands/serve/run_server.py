@@ -80,7 +80,7 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: f
     Args:
         start: time.perf_counter() at the start of the program.
     """
-    from dsv4cli.engine.server import build  # noqa: F401 - now: nothing is imported when the weights are there
+    from dsv4cli.engine.server import build  # noqa: F401 - before loading, so that no import is left for later
     from dsv4cli.engine.server.http import bound_socket
 
     running = Running(job, policy, start)
@@ -111,7 +111,7 @@ class Running:
         self._leave = left_by(job.out)
 
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
-        """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if the engine fails."""
+        """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if it fails."""
         from dsv4cli.engine.server.build import serving
 
         asked, server = serving(
