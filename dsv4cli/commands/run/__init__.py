@@ -1,4 +1,4 @@
-"""`dsv4 run`: answer prompts, or with --score compute the log-probabilities of texts."""
+"""`dsv4 run`: answers prompts, or scores given texts with --score."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -112,14 +112,14 @@ def run(
 
 
 def _without_drafts(job: Job) -> Job:
-    """Return the job without drafting, for modes that sample no tokens."""
+    """Return the job without drafting, because scoring samples no tokens."""
     from dsv4cli.engine.settings import NO_DRAFTS
 
     return replace(job, drafting=NO_DRAFTS)
 
 
 class Inputs(NamedTuple):
-    """Sources of the prompts and destination of the answers; None for options that are not given."""
+    """The options that select the prompts, and the file for answers. None for options that are not set."""
 
     prompt: str | None
     files: list[Path]
@@ -134,7 +134,7 @@ class Inputs(NamedTuple):
 
 
 def _work(job: Job, given: Inputs, only_show: bool) -> Work:
-    """Return the mode and its inputs."""
+    """Return the mode to run and its inputs, which are read here."""
     from dsv4cli.engine.text.inputs import read_scores
 
     if given.score is not None:
@@ -149,7 +149,7 @@ def _work(job: Job, given: Inputs, only_show: bool) -> Work:
 
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
-    """Raise UsageError for invalid options and combinations."""
+    """Raise UsageError for invalid options, or options that cannot be combined."""
     from dsv4cli.engine.settings import check_device
     from dsv4cli.engine.text.questions import check_samples
 
@@ -181,7 +181,7 @@ def _check_modes(given: Inputs) -> None:
 
 
 def _apart(option: str, others: Mapping[str, object]) -> None:
-    """Raise UsageError if one of the others is combined with this option."""
+    """Raise UsageError if one of the others is set in addition to this option."""
     for name, value in others.items():
         if value is not None:
             raise UsageError(f"{name} and {option} cannot be combined", "use one of them")

@@ -1,4 +1,4 @@
-"""`dsv4 run` for a file of lines: answer them, show their prompts, or score their texts."""
+"""Modes of `dsv4 run` for a file of lines: answer each, show the prompts, or score the texts."""
 
 import hashlib
 import json
@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 class WantedAnswer(NamedTuple):
-    """One answer that is wanted; several of a question have their `sample`, of one it is None."""
+    """One answer to generate.
+
+    Attributes:
+        sample: its number, if there are several answers to the question; otherwise None.
+        digest: hash of the prompt and the options, to recognize the answer in a file.
+    """
 
     question: "Question"
     sample: int | None
@@ -35,17 +40,23 @@ class WantedAnswer(NamedTuple):
 
     @property
     def key(self) -> "AnswerKey":
-        """Where its answer belongs."""
+        """The question's index and the number of the sample."""
         return self.question.index, self.sample or 0
 
     def head(self) -> dict[str, Any]:
-        """What an answer's record begins with."""
+        """Return the first fields of the answer's record."""
         sample = {} if self.sample is None else {"sample": self.sample}
         return {"index": self.question.index} | sample | self.question.labels
 
 
 class AnswerBatch(NamedTuple):
-    """What is to be answered, of how many answers in all, with which seed, and the file for these."""
+    """The answers to generate.
+
+    Attributes:
+        asked: answers that do not exist yet.
+        total: number of answers, including those that exist.
+        out: the file for answers; None for stdout.
+    """
 
     asked: list[WantedAnswer]
     total: int
@@ -53,12 +64,12 @@ class AnswerBatch(NamedTuple):
     out: Path | None
 
 
-# what takes an answer and its record
+# accepts an answer and its record
 Take = Callable[[WantedAnswer, dict[str, Any]], None]
 
 
 class Source(NamedTuple):
-    """The file of questions, and how the command wants them to be answered; seed is None where it is not given."""
+    """The file of questions, and the options for answering them. seed: None if it was not given."""
 
     path: Path
     system: str | None
@@ -69,7 +80,7 @@ class Source(NamedTuple):
 
 
 def read_many(job: Job, source: Source) -> AnswerBatch:
-    """The answers that are wanted, less those that the file has. Raises UsageError that names every bad line."""
+    """Return the answers that are still missing in the --out file. Raises UsageError that names every invalid line."""
     from dsv4cli.engine.chat.answer_file import AnswerFile
 
     questions, prompts = _prompts(job, source)
@@ -89,7 +100,7 @@ def read_many(job: Job, source: Source) -> AnswerBatch:
 
 
 def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]]":
-    """The questions of the file, and the tokens of their prompts."""
+    """Return the valid questions of the file, and the token ids of their prompts."""
     from dsv4cli.engine.runtime.limits import max_new_tokens
     from dsv4cli.engine.text.inputs import BadLine
     from dsv4cli.engine.text.questions import read_questions
@@ -112,7 +123,7 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
 
 
 def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: bool) -> None:
-    """Names the bad lines. Raises UsageError where they are not to be left out, or nothing else is there."""
+    """Warn of each invalid line. Raises UsageError unless --skip-bad is set and some lines are valid."""
     from dsv4cli.engine.text.inputs import name_of, refuse
 
     if not source.skip_bad or not any_good:
@@ -139,7 +150,7 @@ def _asked(
 
 
 def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usual: "Sampling") -> "Sampling":
-    """The usual sampling with the seed that the answers of the file have been drawn with, where none is given."""
+    """Return the default sampling. Without --seed, it has the seed that the answers in the file were sampled with."""
     from dsv4cli.engine.settings import MAX_SEED
     from dsv4cli.engine.text.questions import sample_of
 
@@ -152,7 +163,7 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
 
 
 def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer]:
-    """What the file has no answer to. Raises UsageError where it has answers to something else."""
+    """Return the answers that the file lacks. Raises UsageError if the file has answers to other prompts or options."""
     wanted = {one.key: one for one in asked}
     for key, record in file.records.items():
         one = wanted.get(key)
@@ -166,8 +177,10 @@ def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer
 
 
 def answer_many(job: Job, many: AnswerBatch) -> None:
-    """Prints the answers as JSON lines in the order of the prompts, each as soon as those before it are done; or puts
-    each into the file at once, and the file in order at the end."""
+    """Generate the answers, as JSON lines.
+     Without a file, they are printed in the order of the prompts, each as soon as those before it are complete. A file
+    gets each answer at once, and is sorted at the end.
+    """
     clock, before = Clock(), many.total - len(many.asked)
     with _sink(job, many) as take:
         if many.asked:
@@ -201,7 +214,7 @@ def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
 
 @contextmanager
 def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
-    """Where finished answers go, whatever ends this."""
+    """Yield a function that accepts finished answers. None of them is lost if the block raises."""
     if many.out is None:
         lines = InOrder(job.out, [one.key for one in many.asked])
         try:
@@ -233,7 +246,7 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
 
 @dataclass
 class InOrder:
-    """Prints records in the order of their keys, each as soon as those before it are there."""
+    """Prints records in the order of their keys, each as soon as those before it were printed."""
 
     out: Output
     keys: "Sequence[AnswerKey]"
@@ -241,20 +254,20 @@ class InOrder:
     shown: int = 0
 
     def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
-        """Takes a record, and prints all that can be."""
+        """Add a record, and print every record that is next in order."""
         self.waiting[key] = record
         while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
             self.out.record(self.waiting.pop(self.keys[self.shown]))
             self.shown += 1
 
     def rest(self) -> None:
-        """Prints what still waits for others, in order."""
+        """Print the records that still wait for earlier ones, in order."""
         for key in sorted(self.waiting):
             self.out.record(self.waiting.pop(key))
 
 
 def show_prompts(job: Job, source: Source) -> None:
-    """Prints the exact text and ids of each prompt as a JSON line."""
+    """Print the exact text and token ids of each prompt as a JSON line."""
     from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
@@ -266,7 +279,7 @@ def show_prompts(job: Job, source: Source) -> None:
 
 
 def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
-    """Prints the scores as JSON lines in the order of the items."""
+    """Print the scores as JSON lines in the order of the items."""
     from dsv4cli.engine.runtime.limits import check_texts
 
     sequences = [item.ids or _ids(job, item) for item in items]
@@ -287,6 +300,6 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
 
 
 def _ids(job: Job, item: "ScoreItem") -> list[int]:
-    """A text's special tokens are tokens: it is what the model reads, no message."""
+    """Return the token ids of a text or conversation. Special tokens in a text become tokens: it is raw model input."""
     dialogue = job.dialogue
     return dialogue.tokenizer.encode(item.text) if item.text else dialogue.transcript(item.messages or []).ids

@@ -1,4 +1,4 @@
-"""`dsv4 run` for a single conversation: show its prompt, or answer it."""
+"""Modes of `dsv4 run` for one conversation: show its prompt, or answer it."""
 
 from collections.abc import Iterator, Sequence
 from time import perf_counter
@@ -31,7 +31,7 @@ def show_prompt(job: Job, messages: "list[Message]") -> None:
 def answers(
     job: Job, requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
-    """What the model draws for each request, as it comes."""
+    """Load the model and yield the growing answer to each request."""
     with job.model([len(one.prompt) for one in requests]) as model:
         yield from show_reading(job.out, requests, drawn(job, model, requests, clock, on_preparing))
 
@@ -39,7 +39,7 @@ def answers(
 def drawn(
     job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
-    """What a model that is loaded draws for each request, as it comes, and each step of its prompt before that."""
+    """Yield the growing answer to each request with a loaded model, and before its first token each prefill step."""
     from dsv4cli.engine.chat.answers import generate_answers
     from dsv4cli.engine.weights.offload import offload_of
 
@@ -54,7 +54,7 @@ def drawn(
 
 
 def prompt_ids(job: Job, messages: "list[Message]") -> list[int]:
-    """The tokens of a prompt, which leave room for an answer. Raises UsageError."""
+    """Return the token ids of a prompt. Raises UsageError if the context cannot hold the prompt and an answer."""
     from dsv4cli.engine.runtime.limits import max_new_tokens
 
     prompt = job.dialogue.prompt(messages)
@@ -64,7 +64,7 @@ def prompt_ids(job: Job, messages: "list[Message]") -> list[int]:
 
 
 def answer_one(job: Job, messages: "list[Message]") -> None:
-    """Streams the answer to one conversation, or prints it as one document."""
+    """Stream the answer to one conversation, or print it as one JSON document."""
     from dsv4cli.engine.runtime.request import Request
 
     clock, request = Clock(), Request(prompt_ids(job, messages), job.sampling, job.limits)
@@ -84,14 +84,14 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
 
 
 class Samples(NamedTuple):
-    """A conversation, and how many answers to it are wanted."""
+    """A conversation, and the number of answers to generate."""
 
     messages: "list[Message]"
     wanted: int
 
 
 def answer_samples(job: Job, samples: Samples) -> None:
-    """Prints several answers to one conversation in their order, or as one document."""
+    """Print several answers to one conversation in order, or as one JSON document."""
     from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.text.questions import sample_of
 
@@ -118,7 +118,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
 
 
 def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:
-    """An answer as JSON has it."""
+    """Return the fields of an answer for JSON output."""
     prompt, drawn = len(request.prompt), len(answer.tokens)
     usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
     return answer.record() | {"usage": usage} | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def conversation(
     prompt: str | None, files: Sequence[Path], messages: Path | None, system: str | None
 ) -> "list[Message]":
-    """The conversation of --messages, or of the prompt, the texts of files and the text piped in."""
+    """Return the conversation of --messages, or one user message: the prompt, the texts of files and piped text."""
     from dsv4cli.engine.text.inputs import from_prompt, read_messages, read_text
 
     if messages is not None:
@@ -30,7 +30,7 @@ def conversation(
 
 
 def _read_stdin(demanded: bool) -> str:
-    """What was piped in or redirected; nothing where stdin is a terminal or a device, unless it is demanded."""
+    """Return piped or redirected text; empty if stdin is a terminal or a device, unless the user requested stdin."""
     from dsv4cli.engine.text.inputs import STDIN, read_text
 
     if sys.stdin is None:

@@ -1,4 +1,4 @@
-"""`dsv4 run` in several ranks: led from here with --tp, or joined where torchrun has started them."""
+"""`dsv4 run` with several ranks: started here with --tp, or by torchrun."""
 
 import os
 from collections.abc import Callable
@@ -10,15 +10,19 @@ from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, l
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
 
-# what a mode is called with, and the mode
+# a mode, and its inputs
 Work = tuple[Callable[[Job, Any], None], Any]
-# how a rank of torchrun ends when its reader has gone: it must not look well, or the others would wait for it
+# exit code of a torchrun rank when the reader of stdout is gone (128 + SIGPIPE): with 0, the other ranks would wait
 READER_GONE = 141
 
 
 def in_ranks(job: Job, size: int | None, started: bool, read: Callable[[], Work]) -> None:
-    """Carries out what `read` gives: in this process, in one of those that torchrun has `started`, or in this one and
-    the others of `size`, which are started here."""
+    """Run the work that `read` returns.
+
+    Args:
+        size: the value of --tp. If it is above 1, the other ranks are started here.
+        started: whether torchrun started this process as one of the ranks.
+    """
     if started:
         _take_part(job, size, read)
     elif size is not None and size > 1:
@@ -33,7 +37,7 @@ def _carry_out(job: Job, work: Work) -> None:
 
 
 def _lead(job: Job, size: int, work: Work) -> None:
-    """Carries out the work as rank 0 of `size` on this machine."""
+    """Run the work as rank 0 of `size` ranks on this machine."""
     from dsv4cli.engine.system.ending import ends_soon
 
     with ends_soon(left_by(job.out)), leading_ranks(job, size, "check whether the machine ran out of memory") as led:
@@ -41,8 +45,10 @@ def _lead(job: Job, size: int, work: Work) -> None:
 
 
 def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
-    """One rank's part: rank 0 reads what to do, and alone speaks. Raises UsageError when torchrun has started other
-    than `size` ranks."""
+    """Run as one of torchrun's ranks. Only rank 0 reads the inputs and prints.
+
+    Raises UsageError if torchrun started a number of ranks other than `size`.
+    """
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(os.getppid())
@@ -57,7 +63,7 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
         check_shares(job, world.size)
         own = replace(job, device_name=str(device), world=world, loaded=interruptible)
         if world.rank > 0:
-            follow_leader(own, world)  # its files may lie elsewhere on another machine
+            follow_leader(own, world)  # on another machine, its files may have other paths
             return
         work = read()
         job.out.status(f"{world.size} ranks; all-reduce uses {world.reduce_backend}")

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
     from dsv4cli.engine.runtime.request import Request
 
-# a request's number, its answer so far and what was added to it
+# request number, its answer so far, and the text added by this step
 Steps = Iterator["tuple[int, Answer, Pieces]"]
 
 
 def show_answer(job: Job, answer: "Answer") -> None:
-    """Print a complete answer."""
+    """Print a finished answer."""
     record = answer.record()
     job.out.reasoning(record["reasoning_content"])
     job.out.end_line()
@@ -34,7 +34,7 @@ def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
 
 
 def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> Steps:
-    """The same steps; until the first token a terminal shows how far long prompts are read."""
+    """Yield the same steps. Until the first token, a terminal shows the progress of long prefills."""
     total, answered, reading = sum(len(one.prompt) for one in requests), False, Reading(out)
     try:
         reading.show(0, total)
@@ -47,8 +47,10 @@ def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> St
 
 
 def stream_answer(job: Job, steps: Steps) -> "Answer":
-    """Shows the text as it comes, then the tool calls; a line that is left open is ended, but not after Ctrl-C, where
-    the boundary does so."""
+    """Print the text as it is generated, then the tool calls. Returns the answer.
+
+    An error ends the open line. After Ctrl-C the caller at the boundary does so.
+    """
     answer, calls = None, ""
     try:
         for _, answer, pieces in steps:  # noqa: B007 - the last one is used
@@ -62,7 +64,7 @@ def stream_answer(job: Job, steps: Steps) -> "Answer":
         assert answer is not None
         tool_calls = answer.record()["tool_calls"]
         if not tool_calls:
-            job.out.stream(calls)  # cut off or malformed: as the model wrote it
+            job.out.stream(calls)  # cut off or malformed: print it as generated
     except KeyboardInterrupt:
         raise
     except BaseException:
@@ -74,7 +76,7 @@ def stream_answer(job: Job, steps: Steps) -> "Answer":
 
 
 def limit_met(job: Job, answer: "Answer") -> str:
-    """Return where an answer was cut off, and which option would make it longer."""
+    """Return where an answer was cut off, and what would make it longer."""
     from dsv4cli.engine.runtime.limits import context_of
 
     config, limits = job.dialogue.config, job.limits

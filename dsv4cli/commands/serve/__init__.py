@@ -1,4 +1,4 @@
-"""`dsv4 serve`: serve the model with the OpenAI and Anthropic APIs."""
+"""`dsv4 serve`: an HTTP server with OpenAI- and Anthropic-compatible APIs."""
 
 from dataclasses import replace
 from pathlib import Path

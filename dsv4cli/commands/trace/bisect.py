@@ -118,7 +118,7 @@ def bisect(
 
 
 def _check(change: SideOptions, *, slots: bool) -> None:
-    """Raise UsageError if the options select no change, or --slots and another one."""
+    """Raise UsageError unless the options change the other side, and do not combine --slots with other changes."""
     if slots == (change != SideOptions()):
         raise UsageError(
             "--slots cannot be combined with other changes" if slots else "no option says how the other side differs",

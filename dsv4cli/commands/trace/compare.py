@@ -71,7 +71,10 @@ def compare(
 
 @contextmanager
 def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
-    """What draws a comparison into a file that can be drawn, or nothing. Raises UsageError."""
+    """Return a function that draws a comparison into the `plot` file, or does nothing without one.
+
+    Raises UsageError if the file cannot be drawn.
+    """
     from dsv4cli.engine.profiling.plot import check_plot
     from dsv4cli.engine.tracing.plot import draw_differences
 
@@ -83,10 +86,12 @@ def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
 
 
 def _noise(one: "Recording", other: "Recording") -> "tuple[Noise, Noise | None]":
-    """Return the noise that either recording knows, and that of its fed halves where these compare.
+    """Return the noise to judge by, and the noise of fed halves if the comparison can use it.
+
+    Either recording may have measured the noise.
 
     Raises:
-        UsageError: neither knows any.
+        UsageError: neither recording has a noise measurement.
     """
     from dsv4cli.engine.tracing.judge import load_noise
     from dsv4cli.engine.tracing.record import has_noise_of

@@ -116,7 +116,7 @@ def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], 
     from dsv4cli.engine.tracing.recording import make_folder
 
     manifest = manifest_for(job, texts, parts)
-    make_folder(folder)  # before the weights are read, which may take minutes
+    make_folder(folder)  # before reading the weights, which can take minutes
     plan = with_twins(folder, manifest) if noise else Plan(manifest, (Pass(folder),))
     with in_ranks(job, tp, plan) as own, loaded(own, texts) as transformer:
         manifest = record_plan(own, walk_of(own, transformer), plan)

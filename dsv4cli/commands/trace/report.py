@@ -1,4 +1,4 @@
-"""Report of `dsv4 trace`: one line per layer, then the first stage whose difference rounding does not explain."""
+"""Human-readable output of `dsv4 trace`: one line per layer, then the first stage that rounding does not explain."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ HEADER = ("stage", "cosine", "relative L2", "noise", "times the limit")
 
 
 def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) -> None:
-    """The table, the first stage beyond rounding, where its largest difference is, and in which layers it parts."""
+    """Print the table, the first stage beyond rounding with its largest difference, and the layers that diverge."""
     shown = comparison.verdicts if every else _worst(comparison.verdicts)
     out.table([HEADER, *map(_row, shown)], numbers=True)
     out.line()
@@ -39,7 +39,7 @@ def show_comparison(out: Output, comparison: "TraceComparison", *, every: bool) 
 
 
 def _worst(verdicts: "Sequence[StageVerdict]") -> "list[StageVerdict]":
-    """Of each layer the first stage beyond rounding, or the last of those that are the nearest to it."""
+    """Return each layer's first stage beyond rounding. If there is none, the last of those closest to the limit."""
     worst = []
     for _, layer in groupby(verdicts, key=lambda verdict: verdict.difference.layer):
         own = list(layer)
@@ -71,7 +71,7 @@ def _times(first: "StageVerdict") -> str:
 
 
 def _listed(layers: Sequence[int], ratios: Sequence[int]) -> str:
-    """Layers, and their ratio where they have one in common: it tells which kind of layer is wrong."""
+    """Return the layers as text, with their compression ratio if they share one: it tells which kind is wrong."""
     common = {ratios[layer] for layer in layers if layer < len(ratios)}
     kind = f", of ratio {min(common)}" if len(common) == 1 else ""
     return ", ".join(map(str, layers)) + kind

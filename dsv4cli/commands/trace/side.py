@@ -1,4 +1,4 @@
-"""A model that `dsv4 trace` sends texts through: its options, its ranks, its recordings."""
+"""One side of `dsv4 trace`: a model with its options and ranks, and the recordings of its texts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ WhatOpt = Annotated[
 
 
 def parts_of(layers: str | None, what: str | None) -> dict[str, Any]:
-    """What --layers and --what choose, as `manifest_of` takes it. Raises UsageError."""
+    """Return the arguments of `manifest_of` that --layers and --what select. Raises UsageError."""
     from dsv4cli.engine.conversion.selection import parse_layers
     from dsv4cli.engine.tracing.stages import parse_groups
 
@@ -37,7 +37,11 @@ def parts_of(layers: str | None, what: str | None) -> dict[str, Any]:
 
 
 def manifest_for(job: Job, texts: "Sequence[Text]", parts: dict[str, Any]) -> "TraceManifest":
-    """What a recording of the job's model is of; parts: what `parts_of` gives. Raises what `manifest_of` raises."""
+    """Return the manifest of a recording of the job's model. Raises as `manifest_of`.
+
+    Args:
+        parts: from `parts_of`.
+    """
     from dsv4cli.engine.tracing.record import manifest_of, sums_shortly
 
     manifest = manifest_of(job.source, job.numerics, texts, **parts)
@@ -47,7 +51,7 @@ def manifest_for(job: Job, texts: "Sequence[Text]", parts: dict[str, Any]) -> "T
 
 @contextmanager
 def in_ranks(job: Job, size: int | None, plan: "Plan") -> Iterator[Job]:
-    """The job, led as rank 0 of `size` that all record the plan's passes."""
+    """Start the other ranks of `size`, which record the plan's passes too. Yields the job of rank 0."""
     if size is None or size == 1:
         yield job
         return
@@ -60,13 +64,17 @@ def in_ranks(job: Job, size: int | None, plan: "Plan") -> Iterator[Job]:
 
 @contextmanager
 def loaded(job: Job, texts: "Sequence[Text]") -> "Iterator[Transformer]":
-    """The job's model, on its device, with its backend."""
+    """Load the job's model on its device, with its backend."""
     with job.model([text.prompt for text in texts]) as model:
         yield model
 
 
 def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) -> "Walk":
-    """How texts go through the job's model; drafting: if None, as many as the job has in every step."""
+    """Return how to run texts through the job's model.
+
+    Args:
+        drafting: None for as many draft tokens in every step as the job allows.
+    """
     from dsv4cli.engine.tracing.walk import Walk
 
     drafts = replace(job.drafting, always=True) if drafting is None else drafting
@@ -74,14 +82,14 @@ def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) 
 
 
 def chunk_of(job: Job) -> int:
-    """Tokens of a prompt in a step: a fixed number, so that the recordings of two machines have the same steps."""
+    """Return the prompt tokens per step: a fixed number, so that recordings on two machines have the same steps."""
     from dsv4cli.engine.config.capacity import USUAL_CHUNK
 
     return job.limits.prefill_chunk or USUAL_CHUNK
 
 
 def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
-    """Makes the recordings of a plan, with progress on a terminal."""
+    """Make the recordings of a plan, with progress on a terminal."""
     from dsv4cli.engine.tracing.record import walked
 
     with job.out.counting("recording") as show:
@@ -89,7 +97,7 @@ def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
 
 
 def finished(job: Job, plan: "Plan", manifest: "TraceManifest", ranks: int | None) -> "list[RecordedFolder]":
-    """The recordings of a plan, once every rank has written its part."""
+    """Return the recordings of a plan after every rank has written its part."""
     from dsv4cli.engine.profiling.machine import describe_machine
 
     how = {"backend": job.kernels, "chunk": chunk_of(job), "drafts": job.drafting.most}

@@ -1,4 +1,4 @@
-"""The two sides of `dsv4 trace bisect`: what is different, how each is computed and recorded."""
+"""The two sides of `dsv4 trace bisect`: how they differ, and how each is computed and recorded."""
 
 import random
 import tempfile
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from dsv4cli.engine.tracing.report import TraceComparison
     from dsv4cli.engine.tracing.walk import Company
 
-# how many drafts a step verifies with --drafts
+# draft tokens per step with --drafts
 DRAFTS = "3"
-# tokens of the prompts beside which --slots puts a text: shorter and longer ones, one that joins no group
+# prompt lengths of the other texts of --slots, and tokens decoded after each: shorter and longer than a window, and one
+# shorter than a compression group
 BESIDE, LATER = (7, 45, 333), 24
 
 
 @dataclass(frozen=True)
 class SideOptions:
-    """What the options say is different on the other side."""
+    """The options that change the other side."""
 
     against: str | None = None
     backend: Literal["triton", "torch"] | None = None
@@ -42,7 +43,7 @@ class SideOptions:
 
     @property
     def words(self) -> str:
-        """As options."""
+        """The options as they are written on the command line."""
         given = {
             "--backend": self.backend, "--numerics": self.numerics, "--device": self.device, "--tp": self.tp,
             "--prefill-chunk": self.chunk,
@@ -56,7 +57,7 @@ class SideOptions:
         return not any((self.against, self.numerics, self.device, self.tp))
 
     def of(self, options: ModelOptions) -> ModelOptions:
-        """The options of the other side."""
+        """Return the options of the other side."""
         return replace(
             options,
             model=self.against or options.model,
@@ -70,7 +71,7 @@ class SideOptions:
 
 @contextmanager
 def kept(folder: Path | None) -> Iterator[Path]:
-    """Where recordings go: a folder that is named and empty, or one that goes too. Raises UsageError for another."""
+    """Yield the folder for recordings: the given one, which must be empty, or a temporary one. Raises UsageError."""
     if folder is not None:
         from dsv4cli.engine.tracing.recording import make_folder
 
@@ -83,7 +84,14 @@ def kept(folder: Path | None) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Sides:
-    """Both sides. parts: what `parts_of` gives. folder: of the recordings."""
+    """Both sides of a comparison.
+
+    Attributes:
+        change: how the other side differs.
+        given: options that select the texts.
+        parts: from `parts_of`.
+        folder: where recordings are written.
+    """
 
     out: Output
     model: str
@@ -94,11 +102,11 @@ class Sides:
 
     @property
     def options(self) -> ModelOptions:
-        """Of the first side."""
+        """The options of the first side."""
         return ModelOptions(model=self.model, draft="off")
 
     def compared(self) -> "TraceComparison":
-        """The first side beside the other. Raises Dsv4Error."""
+        """Compare the other side with the first. Raises Dsv4Error."""
         from dsv4cli.engine.tracing.manifest import check_same_shapes
         from dsv4cli.engine.tracing.opened import is_recording
 
@@ -119,7 +127,7 @@ class Sides:
         return self._beside(one, second)
 
     def slots(self) -> "list[TraceComparison]":
-        """The same text in a slot that another has used, and beside others."""
+        """Compare each text with itself in a used cache slot, and with itself in a batch with other texts."""
         from dsv4cli.engine.tracing.manifest import Text
         from dsv4cli.engine.tracing.walk import Company
 
@@ -136,12 +144,18 @@ class Sides:
 
     def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
         manifest = manifest_for(job, texts, self.parts)
-        return replace(manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what)))  # what the other is fed
+        return replace(
+            manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what))
+        )  # the other side is fed with the streams
 
     def _first(
         self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"
     ) -> "tuple[Recording, Noise]":
-        """The first side and what rounding makes of it; other: of the side that it is compared with."""
+        """Record the first side and measure its rounding noise.
+
+        Args:
+            other: manifest of the side to compare with.
+        """
         from dsv4cli.engine.settings import NO_DRAFTS
         from dsv4cli.engine.system.backend import use
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin
@@ -162,7 +176,13 @@ class Sides:
         words: str | None = None,
         company: "Company | None" = None,
     ) -> "TraceComparison":
-        """The other side, fed with the first one's streams; model: where it is loaded."""
+        """Record the other side, fed with the first side's streams, and compare it with the first.
+
+        Args:
+            model: the loaded model; None to load it.
+            words: name of the variant, if it is not the command's options.
+            company: other texts that share the cache or the batch.
+        """
         from dsv4cli.engine.system.backend import use
         from dsv4cli.engine.tracing.passes import Pass, Plan
         from dsv4cli.engine.tracing.report import compared
@@ -183,7 +203,7 @@ class Sides:
         return compared(one, other, noise, fed=True)
 
     def _beside_recording(self, folder: Path) -> "TraceComparison":
-        """The model, fed with a recording's streams, beside that."""
+        """Record the model, fed with the streams of an existing recording, and compare it with that."""
         from dsv4cli.engine.tracing.manifest import check_same_shapes
         from dsv4cli.engine.tracing.opened import holds_tokens, open_recording
         from dsv4cli.engine.tracing.record import keep_noise, with_fed_twin

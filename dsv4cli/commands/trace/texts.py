@@ -13,7 +13,7 @@ from dsv4cli.options import argument_text
 if TYPE_CHECKING:
     from dsv4cli.engine.tracing.manifest import Text
 
-# tokens of the text that is taken when none is given: more than two windows, and groups of every ratio
+# length of the default text, in tokens: more than two sliding windows, with groups of every compression ratio
 TOKENS, FIRST = 300, 3
 
 PromptOpt = Annotated[
@@ -32,7 +32,7 @@ StepsOpt = Annotated[int, typer.Option(min=0, help="Number of tokens to decode a
 
 
 class TextOptions(NamedTuple):
-    """The options that select the texts."""
+    """The options that select the texts, and the number of tokens to decode."""
 
     prompt: str | None
     ids: str | None
@@ -41,13 +41,13 @@ class TextOptions(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The given options that name a text."""
+        """The names of the options that are set and select a text."""
         named = {"--prompt": self.prompt, "--ids": self.ids, "--prompts": self.prompts}
         return [name for name, value in named.items() if value is not None]
 
 
 def recorded_alone(given: TextOptions, option: str) -> None:
-    """Raises UsageError for a text beside a recording, which has its own."""
+    """Raise UsageError if a text is given in addition to a recording, which has its own tokens."""
     if given.names:
         raise UsageError(
             f"{given.names[0]} and {option} cannot be combined: the recording has its own tokens", "use one of them"
@@ -55,7 +55,7 @@ def recorded_alone(given: TextOptions, option: str) -> None:
 
 
 def read_texts(job: Job, given: TextOptions) -> "list[Text]":
-    """The texts, those tokens still unknown that are to be drawn. Raises UsageError."""
+    """Return the texts. Tokens to be sampled are -1. Raises UsageError."""
     from dsv4cli.engine.text.inputs import from_prompt
     from dsv4cli.engine.tracing.manifest import Text
 
@@ -77,10 +77,10 @@ def read_texts(job: Job, given: TextOptions) -> "list[Text]":
 
 
 def check(job: Job, texts: "list[Text]") -> None:
-    """Raises UsageError, before a model is loaded, for prompts that it cannot take with the tokens behind them."""
+    """Raise UsageError, before a model is loaded, if the model cannot process a prompt and the tokens after it."""
     from dsv4cli.engine.runtime.limits import check_texts
 
-    # -1 stands for one that is to be drawn
+    # -1 is a token to be sampled
     known = [[*one.ids[: one.prompt], *(max(token, 0) for token in one.ids[one.prompt :])] for one in texts]
     check_texts(known, job.source.identity.config, job.limits)
 
