@@ -24,29 +24,29 @@ if TYPE_CHECKING:
 
 
 class NoCompilation:
-    """Nothing that is compiled while a model is loaded."""
+    """Does nothing: no kernels are compiled while a model loads."""
 
     def note(self) -> str:
-        """What the bar of loading says of it."""
+        """Return the text for the progress bar of loading."""
         return ""
 
     def finish(self) -> None:
-        """Waits until it is done."""
+        """Wait until all kernels are compiled."""
 
 
 class Compiled(NoCompilation):
-    """What is compiled while a model is loaded."""
+    """Background compilation of kernels while a model loads."""
 
     def __init__(self, out: Output, ahead: "Compilation") -> None:
         self._out, self._ahead, self._start = out, ahead, perf_counter()
 
     def note(self) -> str:
-        """How many kernels are compiled."""
+        """Return the number of compiled kernels, as text for the progress bar."""
         counts = self._ahead.counts
         return f", {counts.done} of {counted(counts.found, 'kernel')} compiled" if counts.compiled else ""
 
     def finish(self) -> None:
-        """Waits with a bar, and says how many were compiled."""
+        """Wait with a progress bar, then report how many kernels were compiled."""
         with self._out.counting("compiling kernels") as show:
             counts = self._ahead.wait(lambda counts: show(counts.done, counts.found, ""))
         report_compiled(self._out, counts, perf_counter() - self._start)
@@ -63,8 +63,11 @@ def early_compiler(options: ModelOptions) -> "Popen[str] | None":
 def compiled_meanwhile(
     out: Output, demand: "Demand", device: "torch.device", process: "Popen[str] | None"
 ) -> Iterator[NoCompilation]:
-    """Compiles in the background what a demand launches and Triton's cache may lack, and loads it. process: one that
-    waits for that already."""
+    """Compile the kernels of a demand in the background, unless Triton's cache has them, and load them.
+
+    Args:
+        process: a process from `early_compiler`, if there is one.
+    """
     import torch
 
     from dsv4cli.engine.compiling.card import card_of
@@ -101,7 +104,7 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
 
     out = Output(context.obj.colours)
     prepare()
-    hashing.join()  # who forks has one thread
+    hashing.join()  # fork with a single thread
     given = sys.stdin.read()
     if not given:
         return
@@ -113,6 +116,6 @@ def compile_ahead(context: typer.Context, parent: int) -> None:
             lambda counts: out.record({"counts": asdict(counts)}),
             lambda launch: out.record({"ready": pickle.dumps(launch).hex()}),
         )
-    except Exception as error:  # noqa: BLE001 - whoever waits says so: nobody reads this stderr
+    except Exception as error:  # noqa: BLE001 - the parent reports it: nobody reads this stderr
         out.record({"counts": asdict(Counts(failed=[f"{type(error).__name__}: {error}"]))})
     out.record({"done": True})

@@ -53,8 +53,10 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
 def opened_in_ranks(
     job: Job, size: int, remedy: str, open_it: "Callable[[Job, Transformer], AbstractContextManager[T]]"
 ) -> Iterator[T]:
-    """What `open_it` makes of the job's model, loaded in this process or led by it in `size` of this machine. Signals
-    are the caller's once it is there."""
+    """Load the job's model in this process, or in `size` ranks led by it, and yield what `open_it` returns for it.
+
+    After that, the caller handles signals.
+    """
     if size == 1:
         with job.model() as model, open_it(job, model) as opened:
             yield opened

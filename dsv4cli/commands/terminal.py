@@ -51,8 +51,10 @@ def keys_wait() -> Iterator[None]:
 
 
 def _show_no_keys() -> None:
-    """Ctrl-D waits as a key too: what the terminal keeps of it as an end of file, an editor does not see. In the
-    background it is another program's terminal."""
+    """Turn off echo, and make Ctrl-D an ordinary key: an editor would not see an end of file that the terminal stores.
+
+    Does nothing in the background, where another program has the terminal.
+    """
     import termios
 
     number = sys.stdin.fileno()

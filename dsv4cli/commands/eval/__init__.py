@@ -88,7 +88,7 @@ def evaluate(
     from dsv4cli.engine.settings import check_device
 
     check_device(options.device)
-    options = replace(options, seed=options.seed or 0)  # so that the same command draws the same answers
+    options = replace(options, seed=options.seed or 0)  # the same command samples the same answers
     job = open_job(Output(context.obj.colours, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
     given = EvalOptions(file, limit, by_answer, out)
@@ -96,7 +96,7 @@ def evaluate(
         found = _one(job, given, against, tp, context.obj.torchrun)
     else:
         found = _both(job, replace(options, model=against), given, tp, context.obj.torchrun)
-    # None in a rank of torchrun's that follows
+    # None in a follower rank of torchrun
     if found is not None and report(job, *found) == "worse":
         raise typer.Exit(3)
 
@@ -104,7 +104,7 @@ def evaluate(
 def _one(
     job: Job, given: EvalOptions, stored: str | None, tp: int | None, started: bool
 ) -> tuple[ModelResults, ModelResults | None] | None:
-    """The results of the model, and those of a file that it stands against, if any."""
+    """Return the model's results, and the stored results to compare with, if any."""
     others: list[ModelResults | None] = []
 
     def read() -> Asking:
@@ -120,8 +120,10 @@ def _one(
 def _both(
     job: Job, options: ModelOptions, given: EvalOptions, tp: int | None, started: bool
 ) -> tuple[ModelResults, ModelResults | None] | None:
-    """The results of the model and of the one that the options name, which is asked in the same way, also where it
-    would ask for another. What is wrong with either is said before the first is asked."""
+    """Return the results of two models on the same questions.
+     The second model uses the sampling defaults of the first, not its own. The inputs of both are checked before the
+    first model is loaded.
+    """
     if started:
         raise UsageError(
             "--against with a second model does not work under torchrun",
@@ -136,14 +138,14 @@ def _both(
 
 
 def _tell(job: Job, asking: Asking) -> None:
-    """Says what was read, and what in it could be misread."""
+    """Report which questions were read and how, and warn of text that looks like special tokens."""
     questions = asking.results.questions
     job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
     report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
 
 
 def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:
-    """What the model's answers come to; None in a rank that only follows."""
+    """Return the results of the model; None in a follower rank."""
     from dsv4cli.engine.system.device import free_unused
 
     found: list[ModelResults] = []
@@ -152,5 +154,5 @@ def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]
         return ask_all, read()._replace(into=found)
 
     in_ranks(job, tp, started, work)
-    free_unused()  # another model may come
+    free_unused()  # for a second model
     return found[0] if found else None

@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What the command was given: the questions, how many of them, whether choices are answered in a text, and where
-    results are stored."""
+    """The options that select questions and results.
+
+    Attributes:
+        limit: maximum number of questions; None for all.
+        by_answer: whether multiple-choice questions are answered in text, not by likelihood.
+        out: results file.
+    """
 
     file: str
     limit: int | None
@@ -50,7 +55,7 @@ class ModelResults:
 
 
 class Asking(NamedTuple):
-    """What is to be asked, where results go, what they become, and the list that takes these in the end."""
+    """The requests of an evaluation, the results file, the results, and the list that receives them at the end."""
 
     posed: "list[EvalRequest]"
     out: Path | None
@@ -71,8 +76,11 @@ def questions_of(given: EvalOptions) -> "EvalSet":
 
 
 def read_body(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
-    """What a model is asked, checked. Raises UsageError that names every question that it cannot take, and for a file
-    that has results of something else."""
+    """Build and check the requests to a model.
+
+    Raises UsageError that names every question that the model cannot process, and for a results file of another
+    evaluation.
+    """
     from dsv4cli.engine.evaluation.results import ResultsFile, header_of
 
     header = header_of(job.source, questions, _settings(job, given))
@@ -83,7 +91,7 @@ def read_body(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
 
 
 def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
-    """Return what decides the results, apart from the model and the questions."""
+    """Return the settings that affect the results, except the model and the questions."""
     from dsv4cli.engine.evaluation.judge import RULES
 
     sampling, limits = job.sampling, job.limits
@@ -186,7 +194,7 @@ def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) 
 
 @contextmanager
 def _sink(job: Job, asking: Asking) -> "Iterator[tuple[dict[int, Outcome], Callable[[Outcome], None]]]":
-    """The results that are there, and what takes a further one."""
+    """Yield the existing results by index, and a function that stores a new one."""
     if asking.out is None:
         yield {}, lambda outcome: None
         return

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.summary import ScoreSummary
 
 HEADER = ["task", "items", "correct", "wrong", "cut", "score"]
-# changed answers and failures that are listed for people; --json and --out have all
+# changed answers and failures listed on a terminal; --json and --out have all
 MOST_LISTED = 20
 
 
@@ -48,7 +48,7 @@ def _row(name: str, one: "ScoreSummary") -> list[str]:
 def _percent(mean: "Mean") -> str:
     if mean.value is None:
         return "–"
-    # all right or all wrong: nothing to tell an error from
+    # all correct or all wrong: no standard error can be estimated
     error = f" ± {100 * mean.stderr:.1f}" if mean.stderr else ""
     return f"{100 * mean.value:.1f}{error} %"
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.consumers.judge import Consumer
     from dsv4cli.engine.inspection.report import Inspection
 
-# tokens of a sequence that --fit is asked for, unless --max-context says otherwise
+# default context length of --fit, in tokens
 FIT_CONTEXT = 8192
 
 InspectedArg = Annotated[
@@ -104,7 +104,7 @@ INSPECT_EXAMPLES = (
 )
 
 
-# prints an answer, keeps its document, tells whether it is a yes
+# prints an answer, stores its document and returns whether it is yes
 _Question = Callable[["_Section", "Inspection"], bool]
 
 
@@ -170,10 +170,12 @@ def inspect(
 
 
 def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> tuple[bool, dict[str, Any]]:
-    """Reports, then puts the questions one after another: whether the answer is yes, and their sections of the
-    document."""
+    """Print the report and answer the questions of the options in order.
+
+    Returns whether every answer is yes, and each question's section of the JSON document.
+    """
     began = _begin(out, result, asked.keys())
-    # another program's verdict replaces ours, and two models may be the same in any layout
+    # another program's verdict replaces dsv4's, and two models can be the same in any layout
     answer = result.problem is None or "verdict" in asked or ("diff" in asked and not _is_unknown(result))
     sections: dict[str, Any] = {}
     for name, question in asked.items():
@@ -188,7 +190,7 @@ def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> t
 
 
 def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:
-    """The report, or only what is wrong where something else is asked for; tells whether there was a line."""
+    """Print the report, or only the problem if other questions are asked. Return whether anything was printed."""
     if not set(asked) - {"values"}:
         show_report(out, result)
     elif result.problem and "verdict" not in asked and ("diff" not in asked or _is_unknown(result)):
@@ -218,7 +220,7 @@ def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | Non
 
 
 def _remote(result: "Inspection") -> dict[str, Any]:
-    """Of a repository on the hub that is recognised: where its configuration lies here, and what it has."""
+    """Return the local configuration folder and the file names of a recognized hub repository, else nothing."""
     from dsv4cli.engine.inspection.sources import RemoteSource
 
     if not isinstance(result.source, RemoteSource) or result.identity is None:

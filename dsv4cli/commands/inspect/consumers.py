@@ -22,10 +22,13 @@ def show_verdict(
     folder: "Path | None" = None,
     files: "Collection[str] | None" = None,
 ) -> bool:
-    """Judges and reports whether the consumer would load what was inspected; false also where that is not known.
+    """Print whether another program would load the model, and return that. An unknown answer counts as False.
 
-    folder, files: of a repository on the hub, where its configuration lies here and what it has. Raises UsageError for
-    a single file and for random weights.
+    Args:
+        folder: for a hub repository, the local folder with its configuration.
+        files: for a hub repository, its file names.
+
+    Raises UsageError for a single file and for random weights.
     """
     from dsv4cli.engine.inspection.consumers.examine import judge
     from dsv4cli.engine.inspection.consumers.judge import verdict_document

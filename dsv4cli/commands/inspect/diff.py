@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.diff import Diff, MatrixDiff
     from dsv4cli.engine.inspection.sources import Inspectable
 
-# matrices, fields and names that a person reads at once; --json has all
+# maximum matrices, fields and names listed on a terminal; --json has all
 SHOWN = 8
 VERDICTS = {
     "identical": "with the same bytes",
@@ -29,7 +29,7 @@ ZERO_NOTE = "FP4 code 8 is 0 in the official table and -0 in transformers. The m
 
 
 def show_diff(out: Output, model: str, other: str, layer: int | None = None, tensor: str | None = None) -> bool:
-    """Compares two models, or one layer or tensor of them, and reports; tells whether they are the same.
+    """Compare two models, or one layer or tensor of them, print the result and return whether they are the same.
 
     Raises what `resolve_inspectable` and `compare` raise.
     """
@@ -45,9 +45,10 @@ def show_diff(out: Output, model: str, other: str, layer: int | None = None, ten
 def compare(
     out: Output, a: "Inspectable", b: "Inspectable", layer: int | None = None, tensor: str | None = None
 ) -> "Diff":
-    """The comparison, with its progress and rate on stderr.
+    """Compare two models. Progress and read rate go to stderr.
 
-    Raises what `recognise` raises, and UsageError for what has no values here and for a part that neither model has.
+    Raises what `recognise` raises, and UsageError for weights that are not on this machine or a part that neither model
+    has.
     """
     from dsv4cli.engine.inspection.diff import diff_models
     from dsv4cli.engine.inspection.sources import FileSource
@@ -62,7 +63,7 @@ def compare(
     out.status(
         f"read {size_text(found.nbytes)} in {duration_text(seconds)}, {size_text(int(found.nbytes / seconds))}/s"
     )
-    # of a single file, what it does not hold is not missing
+    # tensors outside a single file are not missing
     only_a = () if isinstance(b, FileSource) else found.only_a
     only_b = () if isinstance(a, FileSource) else found.only_b
     return replace(found, only_a=only_a, only_b=only_b)

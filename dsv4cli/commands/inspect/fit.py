@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.report import Inspection
 
 WIDTH = 80
-# devices whose numbers stand beside each other in a terminal of 80 columns
+# maximum devices side by side in a terminal of 80 columns
 COLUMNS = 4
-# families of tensors that a person reads at once; --json has all
+# maximum tensor families listed on a terminal; --json has all
 SHOWN = 5
 
 
@@ -29,7 +29,7 @@ def show_fit(
     context: int,
     batch: int,
 ) -> bool:
-    """Answers and reports whether the inspected model runs on this machine, or on `gpus` as in 2x141GB, with `ram`.
+    """Print whether the model runs on this machine, or on `gpus` (such as 2x141GB) with `ram`, and return that.
 
     Raises what answer_fit and parse_machine raise.
     """
@@ -88,7 +88,7 @@ def _name(share: "Share") -> str:
 
 
 def _shown(fit: "Fit") -> "list[Share]":
-    """One GPU, the numbers of GPUs up to the best, and the CPU."""
+    """Return the ways to show: one GPU, larger numbers of GPUs up to the best one, and the CPU."""
     cpu = [share for share in fit.shares if not share.on_gpu]
     gpus = [share for share in fit.shares if share.on_gpu]
     chosen = gpus[: gpus.index(fit.best) + 1] if fit.best in gpus else gpus

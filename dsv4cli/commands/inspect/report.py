@@ -31,14 +31,14 @@ LAYOUTS = {
     "compressed-tensors": "compressed-tensors' names, packed experts",
     "mixed": "official names, formats mixed",
 }
-# tensors of a GGUF model that stand for others
+# example of a GGUF tensor name for each family
 GGUF_EXAMPLES = {
     "experts": "blk.0.ffn_gate_exps.weight", "attention": "blk.0.attn_q_a.weight", "embedding": "token_embd.weight",
     "norms": "output_norm.weight",
 }  # fmt: skip
-# columns right of the labels in a terminal of 80
+# columns to the right of the labels in a terminal of 80 columns
 VALUE_WIDTH = 66
-# problems that a person reads at once; --json has all
+# maximum problems listed on a terminal; --json has all
 SHOWN = 8
 
 
@@ -132,7 +132,7 @@ def _release(identity: "Identity") -> "Iterator[tuple[str, str]]":
 
 
 def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
-    """The types of the tensors and the vocabulary; --json has the rest of the metadata."""
+    """Print the tensor types and the vocabulary; --json has the rest of the metadata."""
     from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 
     assert isinstance(identity, GgufIdentity)
@@ -173,7 +173,7 @@ def _sizes(sizes: "Sizes", files: int) -> "Iterator[tuple[str, str]]":
 
 
 def _bytes(out: Output, sizes: "Sizes") -> None:
-    """The bytes by family, their sum, the part of the drafter, and the same bytes by dtype."""
+    """Print the bytes by tensor family, their sum, the drafter's share, and the same bytes by dtype."""
     out.line(f"bytes as stored ({UNIT_NOTE})")
     _shares(out, {**sizes.by_family, "total": sizes.nbytes, "under mtp.": sizes.drafter_bytes}, sizes.nbytes)
     out.line()

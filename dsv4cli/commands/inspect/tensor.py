@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.tensor_tree import Entry, Layers, Tree
     from dsv4cli.engine.inspection.tensor_view import MatrixValues, TensorView
 
-# columns of the longest bar of a histogram, and of what is right of a label
+# width in columns of the longest histogram bar, and of the text to the right of a label
 BAR, VALUE_WIDTH = 40, 68
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 BRANCH, LAST, STEM = "├─ ", "└─ ", "│  "
@@ -24,7 +24,7 @@ ASCII = str.maketrans("├└─│█", "|`-|#")
 
 
 def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None", name: str) -> bool:
-    """Finds, reads and reports a tensor; whether nothing is wrong with its values. identity: None for a file alone."""
+    """Find, read and print a tensor; return whether its values have no errors. identity: None for a single file."""
     from dsv4cli.engine.checkpoint.identify import FolderIdentity
     from dsv4cli.engine.inspection.sources import FileSource, RemoteSource
     from dsv4cli.engine.inspection.tensor_view import tensor_section, view_header, view_tensor
@@ -83,7 +83,7 @@ def _wrapped(label: str, text: str) -> "list[tuple[str, str]]":
 
 
 def _bars(out: Output, title: str, steps: "Sequence[tuple[str, str, int]]") -> None:
-    """One line a step: its bounds, a bar, how many."""
+    """Return one line per histogram bin: its bounds, a bar and the count."""
     most = max((count for _, _, count in steps), default=0)
     if not most:
         return
@@ -127,7 +127,7 @@ def report_layer(out: Output, layers: "Layers") -> None:
 
 
 def show_tree(out: Output, identity: "Identity", name: str) -> bool:
-    """Print the tensors outside the layers and each kind of layer once. Always True. name: Name of the model."""
+    """Print the tensors outside the layers, and one layer of each kind. Always returns True. name: the model's name."""
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.inspection.tensor_tree import make_tree, tree_section
 
@@ -138,7 +138,7 @@ def show_tree(out: Output, identity: "Identity", name: str) -> bool:
 
 
 def report_tree(out: Output, name: str, tree: "Tree") -> None:
-    """Print the tensors outside the layers and each kind of layer once."""
+    """Print the tensors outside the layers, and one layer of each kind."""
     nbytes = sum(entry.nbytes for entry in tree.outside) + sum(len(one.numbers) * one.nbytes for one in tree.layers)
     count = sum(entry.tensors for entry in tree.outside) + sum(len(one.numbers) * one.tensors for one in tree.layers)
     out.line(f"{name}: {count:,} tensors, {size_text(nbytes)}", strong=True)

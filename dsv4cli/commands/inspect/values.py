@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.checks.findings import ValueFinding
     from dsv4cli.engine.inspection.checks.survey import Depth, ValueReport
 
-# findings of one rule that a person reads at once; --json has all
+# maximum findings of one rule listed on a terminal; --json has all
 SHOWN = 4
 DEPTHS = {"sample": "first, middle and last rows of each tensor", "full": "every byte"}
 
 
 def show_values(out: Output, identity: "FolderIdentity", depth: "Depth") -> bool:
-    """Reads, judges and reports; whether nothing is wrong with the values."""
+    """Read and check the weights, print the report and return whether the values have no errors."""
     from dsv4cli.engine.inspection.checks.survey import check_values, value_section
 
     with out.progress("reading values") as progress:
@@ -28,7 +28,7 @@ def show_values(out: Output, identity: "FolderIdentity", depth: "Depth") -> bool
 
 
 def report_values(out: Output, report: "ValueReport") -> None:
-    """What is wrong, what is suspicious, and a table."""
+    """Print errors, suspicious values and a table of statistics."""
     part = "" if report.nbytes == report.nbytes_all else f" of {size_text(report.nbytes_all)}"
     out.line(f"values: {DEPTHS[report.depth]}, {size_text(report.nbytes)}{part}, {report.tensors:,} tensors")
     if report.absent:

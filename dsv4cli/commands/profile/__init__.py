@@ -225,7 +225,10 @@ def _raise_if_wrong(document: dict[str, Any]) -> None:
 
 
 def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) -> list[dict[str, Any]]:
-    """What a second pass times: every line of JSON, which later runs are compared with, else what seems to differ."""
+    """Return the operations to time a second time.
+     With --json, all of them, because later runs compare with the file. Otherwise those that seem to differ from the
+    baseline.
+    """
     from dsv4cli.engine.profiling.compare import in_doubt
 
     lines = document["results"] if as_json else in_doubt(old, document) if old else []

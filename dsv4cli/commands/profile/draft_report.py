@@ -39,7 +39,7 @@ def show_drafts(out: Output, draft: dict[str, Any]) -> None:
 
 
 def _launches(model: dict[str, Any] | None, drafter: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """None on a CPU."""
+    """Return the row with the number of kernels, or nothing on a CPU, where there are none."""
     if not model or not drafter:
         return []
     return [("kernels", f"{model['count']:,} to verify, {drafter['count']:,} to draft")]
@@ -53,7 +53,7 @@ def _break_even(draft: dict[str, Any]) -> str:
 
 
 def _row(line: dict[str, Any], first: dict[str, Any]) -> tuple[str, ...]:
-    """A captured step has some numbers of rows only."""
+    """Return the table row for a number of rows. A step may compute more: only some numbers are captured."""
     seconds, one, rows = line["seconds"]["median"], first["seconds"]["median"], line["rows"]
     return (
         f"{rows}" if line["computed"] == rows else f"{rows}, computed as {line['computed']}",

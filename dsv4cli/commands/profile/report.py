@@ -11,7 +11,7 @@ Document = dict[str, Any]
 KERNELS = ("operation", "tokens", "time", "spread", "GB/s", "of max", "TFLOP/s", "of max")
 OTHERS = ("operation", "tokens", "time", "reference", "faster", "library", "faster")
 STEP = ("part", "number", "time", "share")
-# a spread that is worth a word; more of a ceiling than its own measurement is off by
+# relative spread above which a warning is printed; fraction of a peak rate above which a rate cannot be right
 WIDE, IMPOSSIBLE = 0.25, 1.05
 
 
@@ -73,7 +73,7 @@ def show_step(out: Output, document: Document) -> None:
 
 
 def show_changes(out: Output, comparison: "BaselineComparison") -> None:
-    """Before, now, their ratio and whether it means anything, after what differs beside the times."""
+    """Print what differs between the two runs, then each time before and now, their ratio and its verdict."""
     out.line()
     if not comparison.same_device:
         out.warning("the baseline was measured on another device, so the ratios compare two machines")
@@ -156,7 +156,7 @@ def _kernel(line: Document) -> tuple[str, ...]:
 
 
 def _others(line: Document) -> tuple[str, ...]:
-    """Beside the reference and a library's operator."""
+    """Return the table row of an operation, with the times of the reference and of another library's operator."""
     ours, reference = line["seconds"]["median"], line["reference_seconds"] and line["reference_seconds"]["median"]
     name, rival = (line["rival"]["name"], line["rival"]["seconds"]["median"]) if line["rival"] else ("", None)
     return (
@@ -176,7 +176,7 @@ def _part(line: Document) -> tuple[str, ...]:
 
 
 def _layer(layer: Document) -> list[tuple[str, ...]]:
-    """A layer with this attention, kernel by kernel."""
+    """Return the table rows of a layer with one kind of attention, kernel by kernel."""
     lines = [*layer["kernels"], {**layer, "name": "total"}]
     head = f"{layer['kind']}, mean of {counted(layer['layers'], 'layer')}"
     return [

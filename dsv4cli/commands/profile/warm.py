@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.compiling.demand import Demand
     from dsv4cli.engine.weights.placement import FreeMemory
 
-# of what failed
+# maximum failures listed
 MOST_SHOWN = 5
 ShapesArg = Annotated[
     str,
@@ -105,7 +105,7 @@ def _demand(
     exact: bool,
     memory: "FreeMemory | None",
 ) -> "Demand":
-    """What `run` and `chat`, or `serve`, may ask of the model. Raises Dsv4Error."""
+    """Return the demand of `run` and `chat`, or of `serve`. Raises Dsv4Error."""
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model

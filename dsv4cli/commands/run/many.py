@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class WantedAnswer(NamedTuple):
-    """One answer to generate.
-
-    Attributes:
-        sample: its number, if there are several answers to the question; otherwise None.
-        digest: hash of the prompt and the options, to recognize the answer in a file.
-    """
+    """One answer to generate. sample: its number; None if the question has one answer. digest: of prompt and options."""
 
     question: "Question"
     sample: int | None
@@ -50,13 +45,7 @@ class WantedAnswer(NamedTuple):
 
 
 class AnswerBatch(NamedTuple):
-    """The answers to generate.
-
-    Attributes:
-        asked: answers that do not exist yet.
-        total: number of answers, including those that exist.
-        out: the file for answers; None for stdout.
-    """
+    """The answers to generate, of `total` including existing ones. out: the file for answers; None for stdout."""
 
     asked: list[WantedAnswer]
     total: int
