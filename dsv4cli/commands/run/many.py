@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WantedAnswer(NamedTuple):
-    """One answer to generate. sample: its number; None if the question has one answer. digest: of prompt and options."""
+    """One answer to generate. sample: its number; None if the question has one answer. digest: of prompt, options."""
 
     question: "Question"
     sample: int | None
