@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.runtime.engine import Engine
     from dsv4cli.engine.weights.offload import ExpertOffload
 
-# how often a bar is told the rate
+# tokens between updates of a progress bar
 TOKENS_BETWEEN = 50
 
 
@@ -42,7 +42,7 @@ class Clock:
         """Count one token. prepared: its step prepared kernels. later: it is not the first token of its answer."""
         now = perf_counter() - self.start
         passed = now - self.last
-        self._begun |= later and self.tokens > 0  # what comes before is the first step's, of many answers together
+        self._begun |= later and self.tokens > 0  # until then, all tokens come from the answers' first steps
         if prepared:
             self.prepared += passed
         elif self._begun:

@@ -1,4 +1,4 @@
-"""Compilation of kernels in the background while a model loads: how it starts, and the process that does it."""
+"""Background compilation of kernels while a model loads, and the process that compiles them."""
 
 import pickle
 import sys

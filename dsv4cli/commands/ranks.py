@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.parallel.world import World
 
 T = TypeVar("T")
-# of a job, what followers are given
+# fields of a job that are sent to follower ranks
 SHARED = (
     "source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens",
     "plan",
@@ -46,7 +46,7 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
         try:
             yield replace(job, device_name=str(device), world=world, followers=followers)
         except ReaderGone:
-            os._exit(0)  # the others end with this process
+            os._exit(0)  # the other ranks end with this process
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def follow_leader(job: Job, world: "World") -> None:
     from dsv4cli.engine.runtime.follower import follow
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        if world.hear() is None:  # nothing is to be computed
+        if world.hear() is None:  # the leader has nothing to compute
             return
         with job.model() as model, nullcontext() if job.plan is None else job.plan.observed(model, world.rank):
             follow(model, job.device, world.hear)

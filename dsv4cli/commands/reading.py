@@ -4,7 +4,7 @@ from time import perf_counter
 
 from dsv4cli.output import Output, duration_text
 
-# so many tokens of a prompt may take a while
+# minimum tokens of a prompt for which progress is shown
 MANY_TOKENS = 1000
 
 
@@ -13,7 +13,7 @@ class Reading:
 
     def __init__(self, out: Output) -> None:
         self._out = out
-        self._begun: tuple[float, int] | None = None  # when, and how many tokens had been read then
+        self._begun: tuple[float, int] | None = None  # start time, and tokens prefilled before
 
     def show(self, done: int, total: int) -> None:
         """Show how many prompt tokens are prefilled, the speed and the remaining time, until all are."""

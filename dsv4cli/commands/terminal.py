@@ -8,13 +8,13 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
 
-# what ends the `keys_wait` that runs
+# functions that restore the terminal, one for each active `keys_wait`
 _restores: list[Callable[[], None]] = []
-# DEC private mode 2004: the terminal sends ESC [200~ before a paste and ESC [201~ behind it
+# DEC private mode 2004, bracketed paste: the terminal sends ESC [200~ before a paste and ESC [201~ after it
 _MARK_PASTES, _LEAVE_PASTES = b"\x1b[?2004h", b"\x1b[?2004l"
-# descriptors of terminals that are to mark pastes
+# file descriptors of terminals with bracketed paste
 _marking: list[int] = []
-# seconds: a terminal that has sent nothing for so long has sent all that was typed or pasted
+# seconds without input after which everything typed or pasted is taken to have arrived
 SILENT = 0.05
 
 
@@ -35,7 +35,7 @@ def keys_wait() -> Iterator[None]:
         leave_pastes()
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        # the shell lets it go on
+        # the shell has resumed the process
         signal.signal(signal.SIGTSTP, suspend)
         _show_no_keys()
         mark_pastes()
@@ -111,7 +111,7 @@ def drop_typed_ahead() -> None:
     number = sys.stdin.fileno()
     before = termios.tcgetattr(number)
     *modes, keys = termios.tcgetattr(number)
-    modes[3] &= ~(termios.ECHO | termios.ICANON)  # half a line is there to be read, too
+    modes[3] &= ~(termios.ECHO | termios.ICANON)  # so that an incomplete line can be read, too
     termios.tcsetattr(number, termios.TCSANOW, [*modes, keys])
     try:
         termios.tcflush(number, termios.TCIFLUSH)

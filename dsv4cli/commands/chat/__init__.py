@@ -95,14 +95,14 @@ def chat(
     environment: Environment = context.obj
     if _edits(environment.term):
         context.with_resource(pastes_marked())
-    # on a terminal what slash commands say is an answer, which --quiet does not silence
+    # on a terminal, the output of slash commands is an answer, so --quiet does not hide it
     out = Output(environment.colours, quiet=quiet and not _on_terminal())
     loading, state = Output(environment.colours, quiet=quiet), state_folder(environment.state_home)
     _check(options.device, environment.torchrun, question)
     choices = SessionChoices(options.model, options.think, options.temperature, options.top_p, url)
     given = given_choices(context, choices)
     if "model" in given and url is None:
-        given["url"] = None  # a model of this machine, also where the session had a server
+        given["url"] = None  # --model without --url selects a local model, even if the session used a server
     with keys_wait():
         beginning = Beginning(state / "sessions", go_on, resume, session, sessions)
         begun = begin_session(out, beginning, system, tools, given)
@@ -157,14 +157,17 @@ def _models(
 
 
 def _local(out: Output, session: Session, named: bool, options: ModelOptions, ranks: int) -> Models:
-    """The model that the session asks for, in this process or in several; named: it was, on the command line. Raises
-    Dsv4Error."""
+    """Return the session's model, to be loaded in this process or in several ranks. Raises Dsv4Error.
+
+    Args:
+        named: Whether the model was given on the command line.
+    """
     compiler = early_compiler(options)
     return Models(replace(_job(out, session, named, options), compiler=compiler), ranks)
 
 
 def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> Job:
-    """What is to be loaded, as the session asks for it. Raises Dsv4Error."""
+    """Return the job that the session's choices describe. Raises Dsv4Error."""
     find = partial(find_model, kept=not named and bool(session.messages))
     job = open_job(out, _led(options, session), find=find)
     session.choices = replace(session.choices, model=model_name(job.source))
@@ -179,7 +182,7 @@ def _led(options: ModelOptions, session: Session) -> ModelOptions:
 
 
 class Display(NamedTuple):
-    """How a conversation is shown."""
+    """Display options of a conversation."""
 
     think_budget: int | None
     show_thinking: bool
@@ -189,7 +192,7 @@ class Display(NamedTuple):
 
 
 class CallOptions(NamedTuple):
-    """How tool calls are run."""
+    """Options for running tool calls."""
 
     command: list[str]
     seconds: float
@@ -211,7 +214,7 @@ def _start(
         with keys_wait():
             conversation = models.open()
             chat = Chat(out, models.name, conversation, session, models.sampling, Interrupts(), on_terminal=terminal)
-            del conversation  # the chat has it alone, for /model to free
+            del conversation  # the chat holds the only reference, so that /model can free it
             if isinstance(models, ServerModels):
                 session.choices = replace(session.choices, model=models.name, url=models.url)
             chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking

@@ -1,4 +1,4 @@
-"""How a session of `dsv4 chat` starts: new, from the last one, from the list, or from a file."""
+"""Start of a session of `dsv4 chat`: a new one, the last one, one from the list, or one from a file."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +14,15 @@ from dsv4cli.output import Output
 
 
 class Beginning(NamedTuple):
-    """The folder of journals, and which session of it, or of a file, is gone on with; or all are only listed."""
+    """How to start a session.
+
+    Attributes:
+        folder: Folder of the journals.
+        go_on: Continue the last session.
+        resume: Number or name of the session to continue.
+        file: File of the conversation to continue.
+        listed: Only list the sessions.
+    """
 
     folder: Path
     go_on: bool

@@ -8,8 +8,8 @@ from dsv4cli.commands.chat.layout import DIM, Run
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# SGR parameters by the names of Pygments' kinds. Magenta, red and bright blue are those of the sixteen colours that
-# can be read on black and on white (tests/commands/chat/test_code.py); no background is set
+# SGR parameters by Pygments token type. Of the 16 terminal colors, magenta, red and bright blue are readable on
+# black and on white (tests/commands/chat/test_code.py). No background is set
 STYLES = {
     "Token": "",
     "Token.Comment": DIM,
@@ -27,9 +27,9 @@ STYLES = {
     "Token.Generic.Heading": "1",
     "Token.Generic.Prompt": DIM,
 }
-# a line's colours follow from so many lines before it, at most; a longer line has none, and takes no part
+# maximum lines of context for a line's colors; maximum characters of a line, above which it is not colored
 MOST_LINES, LONGEST_LINE = 80, 300
-# seconds for a line, after which the rest has no colours: a pattern of Pygments' may be slow on a text made for it
+# seconds for a line, after which highlighting stops: Pygments' regular expressions can be slow on adversarial text
 SLOW = 0.25
 
 
@@ -55,8 +55,8 @@ class Code:
 
 
 def _lexer(language: str) -> Any:
-    from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]  # it carries no types
-    from pygments.util import ClassNotFound  # type: ignore[import-untyped]  # it carries no types
+    from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]  # the package has no type annotations
+    from pygments.util import ClassNotFound  # type: ignore[import-untyped]  # the package has no type annotations
 
     try:
         return get_lexer_by_name(language, stripnl=False, ensurenl=True) if language else None
@@ -66,7 +66,7 @@ def _lexer(language: str) -> Any:
 
 def _last_line(tokens: "Iterator[tuple[Any, str]]") -> list[Run]:
     runs: list[Run] = []
-    ended = False  # the line break that Pygments adds at the end
+    ended = False  # whether the line break that Pygments appends has been reached
     for kind, text in tokens:
         for nth, part in enumerate(text.split("\n")):
             if nth:

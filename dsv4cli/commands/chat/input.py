@@ -1,8 +1,8 @@
-"""Where the messages of `dsv4 chat` come from: lines of a pipe, a plain terminal, or prompt_toolkit's editor.
+"""Input sources of `dsv4 chat`: lines of a pipe, a plain terminal, or prompt_toolkit's editor.
 
-Input is read between turns only. The model computes in the main thread, where Ctrl-C reaches it as a signal; what is
-typed meanwhile is not shown, and waits in the terminal for the next input. So no key waits for the model, and no
-second thread writes between the words of an answer.
+Input is read between turns only. The model runs in the main thread, where Ctrl-C arrives as a signal. Keys typed
+during an answer are not echoed and wait in the terminal for the next input. So typing never waits for the model, and
+no second thread writes into an answer.
 """
 
 import sys
@@ -14,12 +14,12 @@ from dsv4cli.output import Output
 
 PROMPT, MORE = "> ", ". "
 QUOTES = '"""'
-# Ctrl-D
+# the character of Ctrl-D
 END_KEY = "\x04"
 
 
 class InputLost(UsageError):
-    """The input cannot be read any more."""
+    """The input can no longer be read."""
 
 
 class Input(Protocol):
@@ -28,14 +28,16 @@ class Input(Protocol):
     edits: bool
 
     def read(self, draft: str) -> str:
-        """The next message, begun with `draft`, which Ctrl-C gives up. Raises EOFError at the end, KeyboardInterrupt
-        for Ctrl-C, InputLost, and UsageError for what is not in the encoding that is read."""
+        """Read the next message, with `draft` as its initial text. Ctrl-C discards the draft.
+
+        Raises EOFError at the end, KeyboardInterrupt on Ctrl-C, InputLost, and UsageError for invalid encoding.
+        """
 
     def collect(self) -> None:
-        """Take what is typed meanwhile out of the terminal's buffer: a full one lets no Ctrl-C through."""
+        """Read keys typed during an answer from the terminal's buffer: once that is full, Ctrl-C would not arrive."""
 
     def drop(self) -> None:
-        """Drop what was typed ahead on a terminal."""
+        """Discard what was typed ahead on a terminal."""
 
 
 class Lines:
@@ -44,7 +46,7 @@ class Lines:
     edits = False
 
     def read(self, draft: str) -> str:
-        """Return the next line. The draft is ignored: nobody can finish it."""
+        """Return the next line. The draft is ignored, because nobody can edit it."""
         from dsv4cli.engine.text.inputs import decoded
 
         try:
@@ -56,10 +58,10 @@ class Lines:
         return decoded(line, "stdin").removesuffix("\n").removesuffix("\r")
 
     def collect(self) -> None:
-        """Leave the lines in their pipe."""
+        """Do nothing: the lines wait in the pipe."""
 
     def drop(self) -> None:
-        """Keep the lines of a pipe: nobody has typed them ahead."""
+        """Do nothing: the lines of a pipe were not typed ahead."""
 
 
 class Plain:
@@ -76,7 +78,7 @@ class Plain:
             text = self._line(PROMPT, draft)
             while open_quotes(text):
                 text += "\n" + self._line(MORE, "")
-        except (EOFError, KeyboardInterrupt):  # the key has left the prompt's line open
+        except (EOFError, KeyboardInterrupt):  # the prompt's line has not ended
             self._out.forget_line()
             self._out.new_line()
             raise
@@ -85,18 +87,18 @@ class Plain:
         return unquoted(text)
 
     def collect(self) -> None:
-        """Leave the lines in the terminal, whose buffer has room for 4 KiB."""
+        """Do nothing: the lines wait in the terminal's buffer, which holds 4 KiB."""
 
     def drop(self) -> None:
-        """Drop the lines that wait in the terminal."""
+        """Discard the lines that wait in the terminal."""
         drop_typed_ahead()
 
     def _line(self, prompt: str, draft: str) -> str:
         if sys.stdout.isatty():
             self._out.stream(prompt)
         line = sys.stdin.readline()
-        self._out.forget_line()  # the terminal has shown the end of it
-        if not line or END_KEY in line:  # as a key where it was typed ahead
+        self._out.forget_line()  # the terminal has echoed the line break
+        if not line or END_KEY in line:  # Ctrl-D is a character if it was typed ahead
             raise EOFError
         return line.removesuffix("\n")
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.text.prompt import Message, Tool
 
 SCHEMA = "dsv4.chat/1"
-# how much of the first question a journal's name has
+# maximum characters of the first question in a journal's name
 NAME_LENGTH = 40
 START = "start one with `dsv4 chat`; it is saved with its first answer"
 
@@ -61,11 +61,13 @@ class Kept:
 
 @dataclass
 class SessionJournal:
-    """A file of JSON lines that say how the conversation became what it is: keep so many messages, add these.
+    """A JSON-lines file of changes to a conversation. Each line says how many messages to keep and which to add.
 
-    It is made with the first line, in a folder that nobody else can read, and is named after the time and the first
-    question; a line that has returned is on the disk. follows: the name of the journal that it goes on with, which no
-    list shows any more.
+    The first line creates the file, in a private folder, named after the time and the first question. A line is on the
+    disk when `write` returns.
+
+    Attributes:
+        follows: Name of the journal that this one continues, which is then hidden from lists.
     """
 
     folder: Path
@@ -92,7 +94,7 @@ class SessionJournal:
             line["choices"] = asdict(choices)
         try:
             self._add(line)
-        except OSError:  # half a line may be there: the next one begins a new file, with everything
+        except OSError:  # the last line may be incomplete: the next write starts a new file with the whole conversation
             self._path, self._messages, self._tools, self._choices = None, [], [], None
             raise
         self._messages, self._tools, self._choices = messages, tools, choices
@@ -153,7 +155,7 @@ def first_question(messages: "Sequence[Message]") -> str:
 def _slug(text: str) -> str:
     """Return the letters and digits of a text as part of a file name."""
     kept = "".join(character if character.isalnum() else " " for character in text[: 4 * NAME_LENGTH].lower())
-    encoding = sys.getfilesystemencoding()  # a name that this cannot say would be an error
+    encoding = sys.getfilesystemencoding()  # characters that file names cannot encode are dropped
     return "-".join(kept.encode(encoding, "ignore").decode(encoding).split())[:NAME_LENGTH].strip("-")
 
 
@@ -168,7 +170,7 @@ def read_journal(path: Path) -> Kept:
     tools: list[Tool] = []
     choices = None
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]  # behind the last newline is nothing, or half a line
+        lines = path.read_bytes().split(b"\n")[:-1]  # after the last newline there is nothing, or an incomplete line
         for line in map(json.loads, lines[1:]):
             messages = messages[: line["keep"]] + line["add"]
             tools = line.get("tools", tools)

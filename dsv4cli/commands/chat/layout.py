@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-# ideographs, kana, their punctuation and full-width forms: as a class of a regular expression, without its brackets
+# ideographs, kana, their punctuation and full-width forms, as the inside of a regular-expression class
 CJK = "\u3000-\u30ff\u3400-\u9fff\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
-# none of these begins a line, none of those ends one
+# characters that must not begin a line, and characters that must not end one
 CLOSING = "、。，．：；？！）〕］｝〉》」』】”’…％"
 OPENING = "（〔［｛〈《「『【“‘"
 UNIT = re.compile(rf"\s+|[{OPENING}]*(?:[{CJK}][{CLOSING}]*|[^\s{CJK}]+[{CLOSING}]*)|[{OPENING}]+")
 DIM = "2"
-# text, and nothing around it, where less than this share of the width is left
+# a prefix wider than 1/NARROW of the terminal is wrapped with its text, without hanging indentation
 NARROW = 2
 
 
@@ -73,7 +73,7 @@ def as_written(line: str, columns: int) -> list[list[Run]]:
 
 
 def _spans(text: str, columns: int) -> Iterator[tuple[int, int]]:
-    """From where to where each line goes."""
+    """Yield the start and end of each wrapped line."""
     begin = end = 0
     for unit in UNIT.finditer(text):
         if unit[0].isspace():
@@ -90,7 +90,7 @@ def _spans(text: str, columns: int) -> Iterator[tuple[int, int]]:
 
 
 def _filled(text: str, begin: int, end: int, columns: int) -> int:
-    """How far the text fills so many columns; one character at least."""
+    """Return the end of the text that fits into `columns`; at least one character."""
     used = width_of(text[begin])
     for at in range(begin + 1, end):
         used += width_of(text[at])

@@ -1,4 +1,4 @@
-"""`dsv4 chat --tp N`: the model of a conversation in this process, or led by it in several."""
+"""`dsv4 chat --tp N`: open a conversation with a model in this process, or in several ranks led by it."""
 
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def open_conversation(job: Job, size: int) -> "AbstractContextManager[Conversation]":
-    """A conversation with the job's model, loaded in this process or in `size` of this machine."""
+    """Open a conversation with the job's model, loaded in this process or in `size` ranks of this machine."""
     from dsv4cli.engine.chat.conversation import GO_ON, Conversation
 
-    dialogue = job.dialogue  # refused before the model is loaded
+    dialogue = job.dialogue  # raises before the model is loaded
 
     def conversation(led: Job, model: "Transformer") -> Conversation:
         return Conversation(model, dialogue, led.limits, led.device, led.followers, led.drafting)

@@ -24,7 +24,7 @@ RULE = re.compile(r" {0,3}(-{2,}|=+)\s*$")
 MATH = {"\\[": "\\]", "$$": "$$"}
 MATH_LINE = re.compile(r"\s*(\\\[|\$\$|\\begin\{)")
 ENVIRONMENT = re.compile(r"\\begin\{([^{}]+)\}")
-# an incomplete block is rendered again after 40 more characters, or 1/16 more than last time if that is larger
+# an incomplete block is rendered again once it has this many more characters, or has grown by this fraction if larger
 FEW_CHARACTERS, FEW = 40, 1 / 16
 # tokens of thinking per dot, and maximum dots on the line
 TOKENS_A_DOT, MOST_DOTS = 16, 12
@@ -162,7 +162,7 @@ class Renderer:
     _code: Code | None = None
     _empty: int | None = None  # empty lines held back until another line follows; None before the first line
     _apart: bool = False  # at least one empty line comes next
-    _columns: int = 0  # of the incomplete block: its width, and below, its length when it was last rendered
+    _columns: int = 0  # width of the incomplete block; below: its characters when it was last rendered
     _characters: int = 0
     _lines: int = 0  # lines of the block already shown
 

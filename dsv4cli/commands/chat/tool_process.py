@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO
 
-# bytes at once; seconds for what is still in a pipe when the command has ended
+# bytes per read; seconds to read the rest of a pipe after the command has ended
 CHUNK, DRAIN = 1 << 16, 1.0
 
 
@@ -42,7 +42,9 @@ def carry_out(command: Sequence[str], text: str, seconds: float, kept: int) -> E
         seconds: Timeout.
         kept: Maximum bytes kept of the beginning, and of the end, of each stream.
     """
-    with tempfile.TemporaryFile() as stdin:  # no command is stuck with it, whether or not it reads
+    with (
+        tempfile.TemporaryFile() as stdin
+    ):  # a file, unlike a pipe, never blocks a command or us, whether or not the command reads it
         stdin.write(text.encode(errors="replace"))
         stdin.seek(0)
         process = subprocess.Popen(

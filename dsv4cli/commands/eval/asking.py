@@ -1,4 +1,4 @@
-"""How `dsv4 eval` asks a model the questions that the results file lacks, with progress."""
+"""Questions of `dsv4 eval`: ask a model those that have no stored result, and show progress."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""`dsv4 inspect`: what a model is, whether it would load, how large it is, and further questions by option."""
+"""`dsv4 inspect`: show what a model is, whether it loads and how large it is, and answer questions set by options."""
 
 from collections.abc import Callable, Collection, Mapping
 from functools import partial

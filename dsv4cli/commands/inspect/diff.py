@@ -31,7 +31,7 @@ ZERO_NOTE = "FP4 code 8 is 0 in the official table and -0 in transformers. The m
 def show_diff(out: Output, model: str, other: str, layer: int | None = None, tensor: str | None = None) -> bool:
     """Compare two models, or one layer or tensor of them, print the result and return whether they are the same.
 
-    Raises what `resolve_inspectable` and `compare` raise.
+    Raises the errors of `resolve_inspectable` and `compare`.
     """
     from dsv4cli.engine.inspection.diff import diff_document
     from dsv4cli.engine.inspection.sources import resolve_inspectable

@@ -31,7 +31,7 @@ def show_fit(
 ) -> bool:
     """Print whether the model runs on this machine, or on `gpus` (such as 2x141GB) with `ram`, and return that.
 
-    Raises what answer_fit and parse_machine raise.
+    Raises the errors of `answer_fit` and `parse_machine`.
     """
     from dsv4cli.engine.inspection.fit.answer import answer_fit, fit_document
     from dsv4cli.engine.inspection.fit.machine import parse_machine

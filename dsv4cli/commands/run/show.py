@@ -1,4 +1,4 @@
-"""How `dsv4 run` prints an answer, streamed or complete."""
+"""Printing of the answers of `dsv4 run`, streamed or complete."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ def stream_answer(job: Job, steps: Steps) -> "Answer":
     """
     answer, calls = None, ""
     try:
-        for _, answer, pieces in steps:  # noqa: B007 - the last one is used
+        for _, answer, pieces in steps:  # noqa: B007 - the last value is used
             for kind, text in pieces:
                 if kind == "content":
                     job.out.stream(text)

@@ -53,7 +53,7 @@ class SideOptions:
 
     @property
     def same_model(self) -> bool:
-        """Whether one loaded model serves both sides."""
+        """Whether both sides can use one loaded model."""
         return not any((self.against, self.numerics, self.device, self.tp))
 
     def of(self, options: ModelOptions) -> ModelOptions:
