@@ -42,9 +42,8 @@ def carry_out(command: Sequence[str], text: str, seconds: float, kept: int) -> E
         seconds: Timeout.
         kept: Maximum bytes kept of the beginning, and of the end, of each stream.
     """
-    with (
-        tempfile.TemporaryFile() as stdin
-    ):  # a file, unlike a pipe, never blocks a command or us, whether or not the command reads it
+    # a file, unlike a pipe, never blocks a command or us, whether or not the command reads it
+    with tempfile.TemporaryFile() as stdin:
         stdin.write(text.encode(errors="replace"))
         stdin.seek(0)
         process = subprocess.Popen(

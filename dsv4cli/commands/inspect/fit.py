@@ -88,7 +88,7 @@ def _name(share: "Share") -> str:
 
 
 def _shown(fit: "Fit") -> "list[Share]":
-    """Return the ways to show: one GPU, larger numbers of GPUs up to the best one, and the CPU."""
+    """Return the shares to show: one GPU, larger numbers of GPUs up to the best one, and the CPU."""
     cpu = [share for share in fit.shares if not share.on_gpu]
     gpus = [share for share in fit.shares if share.on_gpu]
     chosen = gpus[: gpus.index(fit.best) + 1] if fit.best in gpus else gpus

@@ -83,7 +83,7 @@ def _wrapped(label: str, text: str) -> "list[tuple[str, str]]":
 
 
 def _bars(out: Output, title: str, steps: "Sequence[tuple[str, str, int]]") -> None:
-    """Return one line per histogram bin: its bounds, a bar and the count."""
+    """Print a histogram: bounds, bar and count of each bin on one line."""
     most = max((count for _, _, count in steps), default=0)
     if not most:
         return

@@ -71,7 +71,7 @@ def compare(
 
 @contextmanager
 def checked(plot: Path | None) -> "Iterator[Callable[[TraceComparison], None]]":
-    """Return a function that draws a comparison into the `plot` file, or does nothing without one.
+    """Yield a function that draws a comparison into the `plot` file, or does nothing without one.
 
     Raises UsageError if the file cannot be drawn.
     """

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 # draft tokens per step with --drafts
 DRAFTS = "3"
-# prompt lengths of the other texts of --slots, and tokens decoded after each: shorter and longer than a window, and one
-# shorter than a compression group
+# prompt lengths of the other texts of --slots, shorter and longer than a sliding window and a group of ratio 128;
+# tokens decoded after each
 BESIDE, LATER = (7, 45, 333), 24
 
 
@@ -144,9 +144,8 @@ class Sides:
 
     def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
         manifest = manifest_for(job, texts, self.parts)
-        return replace(
-            manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what))
-        )  # the other side is fed with the streams
+        # the other side is fed with the streams of "block"
+        return replace(manifest, what=tuple({"block": None} | dict.fromkeys(manifest.what)))
 
     def _first(
         self, job: Job, model: "Transformer", manifest: "TraceManifest", other: "TraceManifest"
