@@ -107,8 +107,8 @@ PrefillChunkOpt = Annotated[
     int | None,
     typer.Option(
         help="Maximum number of prompt tokens per prefill step. Larger chunks are faster and need more "
-        "memory; 1 computes the prompt as decoding does. Defaults to 8192 on a GPU if all weights "
-        "leave enough memory, otherwise 4096; to 512 on a CPU; to less if memory is short."
+        "memory; 1 computes the prompt as decoding does. Defaults to 512 on a CPU. On a GPU, defaults "
+        "to 8192 if that fits in memory together with all weights, otherwise to 4096 or less."
     ),
 ]
 MaxContextOpt = Annotated[

@@ -68,9 +68,9 @@ def download(
     """Download a model, or a part of it, and verify every byte.
 
     The command first checks that everything fits on the disk. It compares every file with the Hub's hash, including
-    files that are already there: to verify a download, run the command again. A wrong file is downloaded again, but a
-    file in --local-dir that no download put there is never overwritten. An interrupted download continues where it
-    stopped, also within a file.
+    files that are already there: to verify a download, run the command again. A file that does not match is downloaded
+    again, unless it is a file in --local-dir that dsv4 did not download: those are never overwritten. An interrupted
+    download continues where it stopped, even in the middle of a file.
 
     To download a part, select layers (--layers, --no-mtp; the weight index says which files have them) or kinds of
     files (--only): config and index are JSON files, tokenizer is everything that tokenization needs, weights are the

@@ -45,7 +45,7 @@ ToolsOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="Tools to offer, in the format of the OpenAI API. Without --tool-exec, you type the results.",
+        help="Tools that the model can call, in the format of the OpenAI API. Without --tool-exec, you type the results.",
     ),
 ]
 ToolExecOpt = Annotated[
@@ -61,8 +61,8 @@ MaxRoundsOpt = Annotated[
     int,
     typer.Option(
         min=1,
-        help="Rounds of tool calls per turn that --yes runs without asking. Then chat asks on a terminal; without one, "
-        "the answer ends.",
+        help="Maximum rounds of tool calls per turn that --yes runs without asking. After that, chat asks for "
+        "confirmation; without a terminal, the answer ends.",
     ),
 ]
 ShowThinkingOpt = Annotated[

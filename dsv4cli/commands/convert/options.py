@@ -7,8 +7,10 @@ import typer
 
 from dsv4cli.model_names import complete_model
 
-SOURCE_HELP = "Checkpoint to convert: a folder in any of the layouts; or flash, pro or org/name in the "
-"Hugging Face cache."
+SOURCE_HELP = (
+    "Checkpoint to convert: a folder in any of these layouts or a GGUF file; or flash, pro or org/name in "
+    "the Hugging Face cache."
+)
 SourceArg = Annotated[str | None, typer.Argument(metavar="SRC", help=SOURCE_HELP, autocompletion=complete_model)]
 OutputArg = Annotated[
     Path | None, typer.Argument(metavar="DST", help="Folder to write: new, empty or from an interrupted run.")

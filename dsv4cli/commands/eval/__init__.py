@@ -38,8 +38,8 @@ AgainstOpt = Annotated[
     typer.Option(
         metavar="OTHER",
         autocompletion=complete_model,
-        help="Another model, or a file of its results, to compare with: which answers differ, and is the "
-        "difference significant?",
+        help="Another model, or a file of its results, to compare with. Shows which answers differ, and "
+        "whether the difference is significant.",
     ),
 ]
 OutOpt = Annotated[

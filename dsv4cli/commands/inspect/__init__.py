@@ -43,7 +43,7 @@ ValuesOpt = Annotated[
     Literal["sample", "full"] | None,
     typer.Option(
         help="Read and check the weights: sample reads the first, middle and last rows of each tensor, "
-        "full reads every byte. An error makes the exit code 3; what is only suspicious is shown."
+        "full reads every byte. Errors set exit code 3; suspicious values are only reported."
     ),
 ]
 TensorOpt = Annotated[
@@ -138,7 +138,7 @@ def inspect(
     """Show what a model is, whether it would load, and how large it is.
 
     The command reads the configuration and the headers of the weight files, and the weights only if an option needs
-    them: that takes seconds for 865 GB. The exit code is 3 if the checkpoint is damaged, if dsv4 cannot run it (a
+    them, so it takes seconds even for 865 GB. The exit code is 3 if the checkpoint is damaged, if dsv4 cannot run it (a
     layout that only `dsv4 convert` reads is still described), if --for, --fit or --diff answers no, or if --values
     finds an error. Without --values, a model with wrong weights can pass.
     """

@@ -41,7 +41,7 @@ CasesOpt = Annotated[
 ContextOpt = Annotated[
     int, typer.Option("--context", help="Context length of each sequence in tokens, including those of the step.")
 ]
-RanksOpt = Annotated[int, typer.Option(min=1, help="Use the shapes of one rank of this many.")]
+RanksOpt = Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks; uses the shapes of one rank.")]
 OnlyOpt = Annotated[
     list[str] | None, typer.Option(metavar="NAME", help="Only this operation or family; may be repeated.")
 ]
@@ -65,8 +65,8 @@ DraftsOpt = Annotated[
     typer.Option(
         "--draft",
         metavar="auto|off|N",
-        help="Also time decoding with N draft tokens per step, 1 to 7: the cost of each further row, of "
-        "drafting, and per token. auto uses the drafter's usual number.",
+        help="Also time decoding with N draft tokens per step, 1 to 7: show the cost of each additional "
+        "row, of drafting, and per token. auto uses the drafter's default draft length.",
     ),
 ]
 AcceptOpt = Annotated[
@@ -74,7 +74,7 @@ AcceptOpt = Annotated[
     typer.Option(
         metavar="LENGTH",
         help="With --draft: tokens generated per step (accepted drafts plus one), from 1 to N + 1. "
-        "Defaults to every whole number.",
+        "By default, show all whole numbers in this range.",
     ),
 ]
 TraceOpt = Annotated[

@@ -64,7 +64,7 @@ def warm(
 
     The kernels go into Triton's cache, TRITON_CACHE_DIR or ~/.triton/cache. `run`, `chat` and `serve` compile missing
     kernels while they load the model. Neither weights nor a GPU is needed: with --card you can fill the cache while
-    you build a container image, with the same versions of Triton and dsv4.
+    you build a container image. Use the same versions of Triton and dsv4 there as in production.
     """
     out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:

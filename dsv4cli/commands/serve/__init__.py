@@ -50,8 +50,9 @@ CacheMemoryOpt = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Maximum GPU memory for the KV cache: running requests and cached prefixes. As much host "
-        "memory holds further prefixes. Defaults to half of the memory that the weights leave free.",
+        help="Maximum GPU memory for the KV cache: running requests and cached prefixes. The same "
+        "amount of host memory holds prefixes evicted from the GPU. Defaults to half of the memory that the weights "
+        "leave free.",
     ),
 ]
 GraceOpt = Annotated[
@@ -60,7 +61,9 @@ GraceOpt = Annotated[
 ]
 ReasoningFieldOpt = Annotated[
     Literal["both", "reasoning_content", "reasoning"],
-    typer.Option(help="Field of the reasoning in OpenAI API responses; clients differ in the one that they read."),
+    typer.Option(
+        help="Field of OpenAI API responses that contains the reasoning; clients differ in which one they read."
+    ),
 ]
 LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Print each prompt to stderr.")]
 SERVE_EXAMPLES = (
