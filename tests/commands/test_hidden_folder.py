@@ -67,7 +67,7 @@ def test_an_alias_whose_model_is_not_here_does_not_hide_the_folder(dsv4):
     for command in (("inspect", "flash"), ("run", "hi", "--model", "flash")):
         done = dsv4(*command)
         assert done.code != 0
-        assert "→ fetch it with `dsv4 download flash`, or name the folder here as ./flash\n" in done.err
+        assert "→ fetch it with `dsv4 download flash`, or write the folder here as ./flash\n" in done.err
 
 
 def test_remedies_for_a_broken_folder_name_it(dsv4):

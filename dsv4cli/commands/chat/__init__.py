@@ -236,7 +236,7 @@ def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Cal
     if tool_exec is None:
         return CallOptions([], seconds, not yes, rounds)
     if not yes and (sys.stdin is None or not sys.stdin.isatty()):
-        raise UsageError("--tool-exec asks before each call, but there is no terminal to ask on", "add --yes")
+        raise UsageError("--tool-exec asks before each call, but there is no terminal for confirmation", "add --yes")
     return CallOptions(split_command(tool_exec), seconds, not yes, rounds)
 
 

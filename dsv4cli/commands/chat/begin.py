@@ -50,12 +50,12 @@ def begin_session(
     elif file is not None and file.exists():
         if not file.is_file():
             raise UsageError(
-                f"--session {file} is not a file", "name another file, or use --continue for the last session"
+                f"--session {file} is not a file", "use another file, or use --continue for the last session"
             )
         session.load_file(file)
     elif file is not None and not file.parent.is_dir():
         raise UsageError(
-            f"cannot write {file}: the folder {file.parent} does not exist", "create it, or name another file"
+            f"cannot write {file}: the folder {file.parent} does not exist", "create it, or use another file"
         )
     session.choices = replace(session.choices, **given)
     if system is not None:

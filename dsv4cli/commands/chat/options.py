@@ -45,7 +45,7 @@ ToolsOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="Tools that the model can call, in the format of the OpenAI API. Without --tool-exec, you type the results.",
+        help="Tools that the model can call, in the OpenAI API format. Without --tool-exec, you type the results.",
     ),
 ]
 ToolExecOpt = Annotated[

@@ -156,7 +156,7 @@ def _save(chat: Chat, name: str) -> None:
     try:
         chat.session.write_file(path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}", "name another file") from None
+        raise UsageError(f"cannot write {path}: {error.strerror}", "use another file") from None
     chat.out.status(f"saved {counted(len(chat.session.messages), 'message')} to {path}")
 
 

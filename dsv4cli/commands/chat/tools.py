@@ -79,7 +79,7 @@ def split_command(text: str) -> list[str]:
     except ValueError as error:
         raise UsageError(f"--tool-exec {text!r}: {error}", "close the quotes") from None
     if not words:
-        raise UsageError("--tool-exec is empty", "name a program that reads a call as JSON and prints its result")
+        raise UsageError("--tool-exec is empty", "give a program that reads a call as JSON and prints its result")
     if shutil.which(words[0]) is None:
         raise UsageError(
             f"--tool-exec: cannot find an executable program {words[0]!r}",
@@ -138,7 +138,9 @@ class Tools:
         done = f"{counted(number - 1, 'round')} of tool calls in this turn"
         if sys.stdin is not None and sys.stdin.isatty():
             return self._agreed(f"{done}. Continue?")
-        self.out.warning(f"{done}, and no terminal to ask on; the answer ends here; to allow more, raise --max-rounds")
+        self.out.warning(
+            f"{done}, and no terminal for confirmation; the answer ends here; to allow more, raise --max-rounds"
+        )
         return False
 
     def _agreed(self, question: str) -> bool:

@@ -77,7 +77,7 @@ def _identity(source: "Inspectable") -> "FolderIdentity":
         return source.recognised
     if isinstance(source, FileSource):
         return source.identity
-    remedy = "name a folder, a file or a downloaded model"
+    remedy = "use a folder, a file or a downloaded model"
     if isinstance(source, RemoteSource):
         remedy = f"download them: dsv4 download {shell_word(source.repository)}"
     raise UsageError(f"{source.name} has no weights on this machine to compare", remedy)

@@ -91,10 +91,10 @@ def bisect(
 ) -> None:
     """Find the first stage where two computations of the same tokens diverge.
 
-    One side is the model as `run` computes it with default settings, without a batch; the options set what is
-    different on the other side. Each half of a block on the other side receives the first side's streams as its input, so that every
-    layer is judged by itself. The report names the first stage whose distance rounding does not explain. The exit code
-    is 3 if there is one.
+    One side is the model as `run` computes it with default settings, without a batch; the options set what is different
+    on the other side. Each half of a block on the other side receives the first side's streams as its input, so that
+    every layer is judged by itself. The report names the first stage whose distance rounding does not explain. The exit
+    code is 3 if there is one.
     """
     change = SideOptions(against, backend, numerics, device, tp, chunk, drafts)
     _check(change, slots=slots)

@@ -41,7 +41,9 @@ GGUF = Foreign("a GGUF model", "see who loads it with `dsv4 inspect {folder} --f
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),
-    r"\.weight_(shape|zero_point|g_idx)$": Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4"),
+    r"\.weight_(shape|zero_point|g_idx)$": Foreign(
+        "a compressed-tensors export in a format other than NVFP4 and MXFP4"
+    ),
     r"^model\d+-mp(0|\d{5,})/": Foreign("a checkpoint cut by the official convert.py for an impossible number of GPUs"),
     r"\.(qweight|qzeros)$": Foreign("a GPTQ or AWQ export"),
     r"\.weight\.(absmax|quant_map|quant_state\.\w+)$": QUANTIZERS["bitsandbytes"],
@@ -54,4 +56,4 @@ FOREIGN_TENSORS = {
 def refusal(folder: Path, foreign: Foreign, sign: str) -> UnsupportedCheckpoint:
     """Return the error that names what a folder contains. sign: the evidence for it."""
     remedy = foreign.remedy.format(folder=folder_word(folder))
-    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which this engine does not run", remedy)
+    return UnsupportedCheckpoint(f"{folder} is {foreign.what} ({sign}), which dsv4 does not run", remedy)

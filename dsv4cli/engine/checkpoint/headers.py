@@ -157,7 +157,7 @@ def _files(folder: Path, index: Mapping[str, str]) -> tuple[tuple[Path, ...], tu
         patterns = ("model.safetensors", "model*.safetensors", "*.safetensors")
         files = next(filter(None, (tuple(sorted(folder.glob(pattern))) for pattern in patterns)), ())
     if not files:
-        raise CheckpointError(f"{folder} holds no safetensors file", "download the whole checkpoint into it")
+        raise CheckpointError(f"{folder} contains no safetensors file", "download the whole checkpoint into it")
     missing = tuple(path.name for path in files if not is_there(path))
     if missing and (not index or len(missing) == len(files)):
         why = f"{INDEX} names it" if index else "a link points to it"

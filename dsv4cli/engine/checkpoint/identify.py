@@ -195,7 +195,7 @@ def _refuse_foreign(folder: Path) -> None:
     if folder.suffix == ".gguf" and folder.is_file():
         raise refusal(folder, GGUF, "by its name")
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder", "name the folder that holds config.json and the weights")
+        raise CheckpointError(f"{folder} is not a folder", "use the folder that contains config.json and the weights")
     try:
         names = sorted(path.name for path in folder.iterdir())
     except OSError as error:
@@ -210,7 +210,7 @@ def _refuse_foreign(folder: Path) -> None:
     kind = values.get("model_type", MODEL_TYPE)
     if kind != MODEL_TYPE:
         what = OTHER_MODELS.get(kind, "another model") if isinstance(kind, str) else "another model"
-        remedy = "run it with vLLM or SGLang, or name a DeepSeek-V4 checkpoint"
+        remedy = "run it with vLLM or SGLang, or use a DeepSeek-V4 checkpoint"
         raise refusal(folder, Foreign(what, remedy), f"model_type {kind!r}")
     _refuse_quantizer(folder, values)
 
@@ -228,7 +228,7 @@ def _refuse_quantizer(folder: Path, values: Mapping[str, Any]) -> None:
     if quantization.get("quant_method") == "compressed-tensors" and given not in COMPRESSED_FORMATS:
         sign = f"quantization_config.format {given!r}"[:80]
         raise refusal(
-            folder, Foreign("a compressed-tensors export in another format than NVFP4 or MXFP4", CONVERT), sign
+            folder, Foreign("a compressed-tensors export in a format other than NVFP4 and MXFP4", CONVERT), sign
         )
 
 

@@ -258,7 +258,7 @@ class MpNaming(NamedTensors):
         size, rest = divmod(count, self.ranks)
         if rest or (self.ranks > 1 and size % block):
             what = "the experts" if spec.expert is not None else f"{spec.name} {list(spec.shape)}"
-            raise UsageError(f"{what} cannot be cut for {self.ranks} ranks", "use fewer ranks, a power of two")
+            raise UsageError(f"{what} cannot be split across {self.ranks} ranks", "use fewer ranks, a power of two")
 
 
 def transformers_name(name: str) -> str:

@@ -156,13 +156,13 @@ def packed_identity(checkpoint: Checkpoint, values: Mapping[str, Any], where: st
     if odd:
         what = "transformers' names" if odd.startswith("model.") else "weights in another order than their scales"
         raise UnsupportedCheckpoint(
-            f"{checkpoint.folder} is a compressed-tensors export with {what} ({odd}), which is not read",
+            f"{checkpoint.folder} is a compressed-tensors export with {what} ({odd}), which dsv4 does not read",
             OFFICIAL,
         )
     if names and not any(name.endswith((f".{PACKED}", f".{SCALE}")) for name in names):
         form = values["quantization_config"].get("format")
         raise UnsupportedCheckpoint(
-            f"{where} is that of a compressed-tensors export in another format than NVFP4 or MXFP4 "
+            f"{where} describes a compressed-tensors export in a format other than NVFP4 and MXFP4 "
             f"(quantization_config.format {form!r}"[:400]
             + f"), and no tensor has a {PACKED} or {SCALE}",
             OFFICIAL,

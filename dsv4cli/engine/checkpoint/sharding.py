@@ -21,7 +21,7 @@ def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
     block = STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1
     inside_a_block = ranks > 1 and size % block
     if rest or inside_a_block:
-        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be cut for {ranks} ranks", "use fewer ranks")
+        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be split across {ranks} ranks", "use fewer ranks")
     return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
 
 

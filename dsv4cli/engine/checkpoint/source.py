@@ -74,7 +74,7 @@ def check_drafter(source: FolderSource | RandomSource, drafting: Drafting) -> No
     if drafting.required and source.identity.config.drafter == "none":
         raise UsageError(
             f"{source.name} has no drafter, and --draft {drafting.most} needs one",
-            "leave out --draft, or name a model that has one: --model nano",
+            "leave out --draft, or use a model that has one: --model nano",
         )
 
 
@@ -97,12 +97,12 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     if os.path.isfile(path):
         if path.suffix == SUFFIX:
             return FolderSource(text, path)
-        remedy = f"name the folder of the checkpoint: {folder_word(path.parent)}"
+        remedy = f"use the folder of the checkpoint: {folder_word(path.parent)}"
         raise UsageError(f"{text} is a file; a model is a folder", remedy)
     if REPOSITORY.fullmatch(text):
         return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
-        raise ModelNotFound(f"there is no folder {text}", "check the path, or name a model: " + KNOWN)
+        raise ModelNotFound(f"there is no folder {text}", "check the path, or use a known model: " + KNOWN)
     raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN)
 
 
@@ -123,7 +123,7 @@ def resolve_repository(text: str) -> FolderSource:
         snapshot = f"{repository} at {revision}" if revision else repository
         other = "" if text in ALIASES else f" and there is no folder {text}"
         folder = hidden_folder(text)
-        remedy = f", or name the folder here as {folder}" if folder else ""
+        remedy = f", or write the folder here as {folder}" if folder else ""
         raise ModelNotFound(
             f"{snapshot} is not in the Hugging Face cache{other}",
             f"fetch it with `dsv4 download {shell_word(text)}`{remedy}",
@@ -139,7 +139,7 @@ def _random(text: str) -> RandomSource:
     for part in parts:
         key, _, value = part.partition("=")
         if key not in RANDOM_OPTIONS or key in numbers or not re.fullmatch(r"\d{1,19}", value, re.ASCII):
-            raise UsageError(f"{text}: cannot use the part {part!r}", "use " + RANDOM_FORM)
+            raise UsageError(f"{text}: invalid part {part!r}", "use " + RANDOM_FORM)
         numbers[key] = int(value)
     values = PRESETS[preset]
     _check_range(text, numbers, values)

@@ -26,7 +26,9 @@ def find_card(name: str | None) -> tuple[str, Card, torch.device | None]:
         return known, CARDS[known], None
     device = resolve_device("auto")
     if device.type != "cuda":
-        raise UnsupportedHardware("this machine has no GPU to compile for", "name a GPU model, as in --card h200")
+        raise UnsupportedHardware(
+            "this machine has no GPU to compile for", "specify a GPU model, for example --card h200"
+        )
     if reason := unsuited(device):
-        raise UnsupportedHardware(f"{device}: {reason}", "name another GPU model, as in --card h200")
+        raise UnsupportedHardware(f"{device}: {reason}", "use another GPU model, for example --card h200")
     return torch.cuda.get_device_name(device), card_of(device), device

@@ -130,6 +130,6 @@ def check_blocks(config: ModelConfig, linear: FormatName, experts: FormatName, w
     for key, size in sizes.items():
         if size % FP8_BLOCK:
             raise CheckpointError(
-                f"{where}: {key} is {size}, and inputs of FP8 and FP4 weights are rounded in blocks of {FP8_BLOCK}",
+                f"{where}: {key} is {size}, but inputs of FP8 and FP4 weights are rounded in blocks of {FP8_BLOCK}",
                 REMEDY,
             )

@@ -79,7 +79,7 @@ def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool 
     Raises CheckpointError, naming both keys, if the dialects contradict each other.
     """
     if values.get("mlp_bias"):
-        raise UnsupportedCheckpoint(f"{where}: mlp_bias is {values['mlp_bias']!r}, DeepSeek-V4 has no biases", REMEDY)
+        raise UnsupportedCheckpoint(f"{where}: mlp_bias is {values['mlp_bias']!r}; DeepSeek-V4 has no biases", REMEDY)
     result = {key: value for key, value in values.items() if key not in TRANSFORMERS_KEYS}
     release = _told_release(result, drafter_stored)
     if not drafter_stored:
@@ -148,7 +148,7 @@ def _facts(values: Mapping[str, Any], where: str) -> Iterator[Fact]:
     """Yield the values of transformers' keys as official keys."""
     if values.get("compress_rates", COMPRESS_RATES) != COMPRESS_RATES:
         raise UnsupportedCheckpoint(
-            f"{where}: compress_rates is {values['compress_rates']!r}, known values are 4 and 128"
+            f"{where}: compress_rates is {values['compress_rates']!r}; known values are 4 and 128"
         )
     if "layer_types" in values:
         yield "compress_ratios", _ratios(values, where), "layer_types"
@@ -170,7 +170,7 @@ def _types(values: Mapping[str, Any], key: str, known: Collection[str], where: s
         )
     strange = [name for name in types if name not in known]
     if strange:
-        raise UnsupportedCheckpoint(f"{where}: {key} holds {strange[0]!r}, known values are {', '.join(known)}")
+        raise UnsupportedCheckpoint(f"{where}: {key} holds {strange[0]!r}; known values are {', '.join(known)}")
     return types
 
 
@@ -242,7 +242,7 @@ def _table(values: Mapping[str, Any], name: str, fixed: Mapping[str, Any], where
     for key, value in fixed.items():
         if table.get(key) != value:
             raise UnsupportedCheckpoint(
-                f"{where}: rope_parameters.{name}.{key} is {table.get(key)!r}, DeepSeek-V4 has {value!r}", REMEDY
+                f"{where}: rope_parameters.{name}.{key} is {table.get(key)!r}; DeepSeek-V4 has {value!r}", REMEDY
             )
     check_rope_table(table, f"{where}: rope_parameters.{name}")
     return table
@@ -252,4 +252,4 @@ def check_rope_table(table: Mapping[str, Any], where: str) -> None:
     """Raise UnsupportedCheckpoint for a key whose value differs from DeepSeek-V4's."""
     for key, allowed in ROPE_FIXED.items():
         if table.get(key) not in allowed:
-            raise UnsupportedCheckpoint(f"{where}.{key} is {table[key]!r}, DeepSeek-V4 has {allowed[0]!r}", REMEDY)
+            raise UnsupportedCheckpoint(f"{where}.{key} is {table[key]!r}; DeepSeek-V4 has {allowed[0]!r}", REMEDY)

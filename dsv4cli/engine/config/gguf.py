@@ -94,7 +94,7 @@ def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
     if architecture != ARCHITECTURE:
         raise UnsupportedCheckpoint(
             f"{where} is a GGUF model of the architecture {architecture!r}, not {ARCHITECTURE!r}",
-            "run it with llama.cpp, or name a DeepSeek-V4 model",
+            "run it with llama.cpp, or use a DeepSeek-V4 model",
         )
     lacking = list(missing_keys(metadata))
     if lacking:
@@ -103,7 +103,7 @@ def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
     for key, value in FIXED.items():
         found = metadata.get(f"{ARCHITECTURE}.{key}", value)
         if found != value:
-            raise UnsupportedCheckpoint(f"{where}: {ARCHITECTURE}.{key} is {found!r}, DeepSeek-V4 has {value!r}")
+            raise UnsupportedCheckpoint(f"{where}: {ARCHITECTURE}.{key} is {found!r}; DeepSeek-V4 has {value!r}")
     return parse_config(dict(_official(metadata, where)), where, drafter_stored=False)
 
 

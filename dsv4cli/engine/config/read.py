@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable JSON: {error}", remedy) from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", remedy)
+        raise CheckpointError(f"{path} does not contain a JSON object", remedy)
     inner: list[Any] = [values]
     for _ in range(MAX_DEPTH):
         parts = [value.values() if isinstance(value, dict) else value for value in inner]
@@ -99,7 +99,7 @@ def _build(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the model that the official keys describe, independent of how its weights are stored."""
     for key, value in FIXED.items():
         if values.get(key, value) != value:
-            raise UnsupportedCheckpoint(f"{where}: {key} is {values[key]!r}, DeepSeek-V4 has {value!r}", REMEDY)
+            raise UnsupportedCheckpoint(f"{where}: {key} is {values[key]!r}; DeepSeek-V4 has {value!r}", REMEDY)
     numbers: dict[str, Any] = {key: number(values, key, int, where) for key in INTEGERS}
     numbers |= {key: number(values, key, float, where) for key in NUMBERS}
     given = DEFAULTS | {key: value for key, value in values.items() if key in DEFAULTS and value is not None}
@@ -131,9 +131,7 @@ def _refuse_other_models(values: Mapping[str, Any], where: str) -> None:
     model_type = values.get("model_type", MODEL_TYPE)
     if model_type != MODEL_TYPE:
         remedy = "use a release of that model's own engine (vLLM and SGLang run it)"
-        raise UnsupportedCheckpoint(
-            f"{where}: model_type is {model_type!r}, this engine runs {MODEL_TYPE!r} only", remedy
-        )
+        raise UnsupportedCheckpoint(f"{where}: model_type is {model_type!r}; dsv4 runs only {MODEL_TYPE!r}", remedy)
 
 
 def _end_tokens(given: Any, where: str) -> tuple[int, ...]:
@@ -167,7 +165,7 @@ def _ratios(values: Mapping[str, Any], where: str) -> tuple[int, ...]:
         raise CheckpointError(f"{where} lacks the list 'compress_ratios'", REMEDY)
     strange = [ratio for ratio in ratios if type(ratio) is not int or ratio not in LAYER_KINDS]
     if strange:
-        raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}, known values are 0, 4 and 128")
+        raise UnsupportedCheckpoint(f"{where}: compress_ratios holds {strange[0]!r}; known values are 0, 4 and 128")
     return tuple(ratios)
 
 

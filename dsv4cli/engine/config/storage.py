@@ -57,7 +57,7 @@ def check_storage(values: Mapping[str, Any], where: str) -> None:
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
             raise CheckpointError(
-                f"{where}: {key} is {value!r}, known values are {known}", "correct it: it must say what the tensors are"
+                f"{where}: {key} is {value!r}; known values are {known}", "correct it: it must say what the tensors are"
             )
 
 

@@ -40,12 +40,12 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
     Raises UsageError for a folder without hashes if there is no source either, and for an unfinished output.
     """
     if not output.is_dir():
-        raise UsageError(f"there is no folder {output}", "name the DST of a finished `dsv4 convert`")
+        raise UsageError(f"there is no folder {output}", "use the DST of a finished `dsv4 convert`")
     folder = shell_word(output)
     if (output / UNFINISHED).exists():
         raise UsageError(
             f"{output} is not finished",
-            f"run its `dsv4 convert` again, or `dsv4 convert --finish {folder}` where all parts are there",
+            f"run its `dsv4 convert` again, or `dsv4 convert --finish {folder}` if all parts are there",
         )
     manifest = read_manifest(output)
     if against is None and not (manifest and manifest.hashes):

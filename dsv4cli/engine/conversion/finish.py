@@ -90,7 +90,7 @@ def finish(output: Path, against: Against | None, workers: int, progress: Progre
 def _check_file(path: Path, expected: Mapping[str, Any], part: Part) -> None:
     remedy = f"run the `dsv4 convert … --shard {part.index}/{part.count}` that writes it, then --finish again"
     if not path.is_file():
-        raise CheckpointError(f"{path} is not there yet", remedy)
+        raise CheckpointError(f"{path} does not exist yet", remedy)
     with path.open("rb") as file:
         # a plan that came from another machine may say any number
         header = file.read(min(expected["header_bytes"], MAX_HEADER))
@@ -172,7 +172,7 @@ def compare(output: FolderIdentity, layer: int, against: Against, *, full: bool)
         if origin is None or _values(origin) != _values(roles):
             raise UsageError(
                 f"{folder} cannot come from {source}, which lacks {source_name(name)} or has it in another shape",
-                "name the source of the conversion with --against",
+                "give the source of the conversion with --against",
             )
     copies = whole_copies(theirs, output.naming, output.checkpoint.tensors.__contains__)
     with open_source(against.source) as first, open_stored(output) as second:

@@ -149,16 +149,16 @@ class Conversion:
         source, output = (Path(os.path.realpath(path)) for path in (self.source.checkpoint.folder, self.output))
         dead = next(filter(is_dead, (self.output, *self.output.parents)), None)
         if dead is not None:
-            raise UsageError(f"{dead} is a link to what is not there", "remove it, or name another folder")
+            raise UsageError(f"{dead} is a broken symbolic link", "remove it, or use another folder")
         if output == source or source in output.parents or output in source.parents:
-            raise UsageError(f"{self.output} and the source overlap", "name a folder outside the source")
+            raise UsageError(f"{self.output} and the source overlap", "use a folder outside the source")
         existing = next(path for path in (self.output.absolute(), *self.output.absolute().parents) if path.exists())
         if not existing.is_dir():
-            raise UsageError(f"{existing} is a file", "name a folder that is empty or does not exist yet")
+            raise UsageError(f"{existing} is a file", "use a folder that is empty or does not exist yet")
         if self.output.is_dir() and any(self.output.iterdir()) and not (self.output / UNFINISHED).is_dir():
             raise UsageError(
-                f"{self.output} is not empty and holds no conversion with these options of this source",
-                "name a folder that is empty or does not exist yet",
+                f"{self.output} is not empty, and does not contain a conversion of this source with these options",
+                "use a folder that is empty or does not exist yet",
             )
 
     def check_writable(self) -> None:
@@ -168,7 +168,7 @@ class Conversion:
             reason = "Permission denied"
             with suppress(AttributeError, OSError):
                 reason = "Read-only file system" if os.statvfs(existing).f_flag & os.ST_RDONLY else reason
-            raise UsageError(f"{existing} cannot be written to: {reason}", "name a folder where you may write")
+            raise UsageError(f"{existing} cannot be written to: {reason}", "use a folder that you can write to")
 
     def check_room(self) -> None:
         """Raise NotEnoughDisk unless the rest of the output fits the disk."""
@@ -177,7 +177,7 @@ class Conversion:
             needed, there, short = told_apart(missing, free, missing - free)
             raise NotEnoughDisk(
                 f"{self.output} needs {needed} more and its disk has {there} free",
-                f"free {short}, or name another disk",
+                f"free {short}, or use another disk",
             )
 
     @property

@@ -101,7 +101,7 @@ class Journal:
         if not self.path.is_file():
             index, count = self.part.index, self.part.count
             raise CheckpointError(
-                f"{self.folder.parent} holds no journal of part {index} of {count}",
+                f"{self.folder.parent} contains no journal of part {index} of {count}",
                 f"run the `dsv4 convert … --shard {index}/{count}` that writes it; of a part that was copied here, "
                 f"copy the folder {UNFINISHED} too",
             )
@@ -174,7 +174,7 @@ def check_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     path = folder / PLAN
     if path.exists() and read_plan(path) != plan:
         raise UsageError(
-            f"{folder.parent} holds an unfinished conversion of another source or with other options",
+            f"{folder.parent} contains an unfinished conversion of another source or with other options",
             f"repeat the command that began it, or remove it with `rm -r {shell_word(folder.parent)}`",
         )
 
@@ -189,7 +189,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         _check_plan(plan)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
-            f"{path.parent.parent} holds no unfinished conversion", "name the DST of `dsv4 convert`"
+            f"{path.parent.parent} contains no unfinished conversion", "use the DST of `dsv4 convert`"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(

@@ -48,7 +48,7 @@ def _sentence(error: OSError, output: Path, missing: Callable[[], int]) -> Dsv4E
     target = error.filename or output
     reason = error.strerror or type(error).__name__
     if error.errno in FORBIDDEN:
-        return UsageError(f"{target} cannot be written to: {reason}", "name a folder where you may write")
+        return UsageError(f"{target} cannot be written to: {reason}", "use a folder that you can write to")
     if error.errno == errno.EFBIG:
         remedy = f"raise `ulimit -f`, {AGAIN}; or `rm -r {shell_word(output)}` and use a smaller --max-shard-size"
         return NotEnoughDisk(f"{target}: {reason}: its disk or `ulimit -f` takes no file of that size", remedy)

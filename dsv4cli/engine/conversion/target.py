@@ -84,7 +84,7 @@ def choose_target(
             raise UsageError(f"--to {name} has no attention in {attention}", "allowed with it: bf16")
         formats = replace(formats, linear=attention, wo_a=None if formats.wo_a == attention else formats.wo_a)
     if (name == "mp") != (ranks is not None):
-        raise UsageError("--ranks N belongs to --to mp, and --to mp needs it", "as in `--to mp --ranks 4`")
+        raise UsageError("--ranks N and --to mp must be used together", "for example `--to mp --ranks 4`")
     return Target(name, formats, _naming(name, config, formats, ranks))
 
 

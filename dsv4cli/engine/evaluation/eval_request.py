@@ -95,7 +95,8 @@ def pose(
     """
     scored = item.score == "continuation" or (item.score == "choice" and not by_answer)
     if scored and item.think:
-        raise UsageError(f'"think" is true, but a {item.score} is scored', "remove one, or use --choices answer")
+        remedy = "remove it, or use --choices answer" if item.score == "choice" else "remove it"
+        raise UsageError(f'"think" is true, but the score "{item.score}" does not allow thinking', remedy)
     dialogue = _dialogue(usual, False if scored else item.think)
     prompt = dialogue.prompt(item.messages)
     posed = EvalRequest(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])

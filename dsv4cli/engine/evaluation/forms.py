@@ -53,7 +53,7 @@ def read_set(name: str, by_answer: bool) -> EvalSet:
     items = numbered(lines, bad)
     refuse(Path(called), bad)
     if not items:
-        raise UsageError(f"{called} has no questions", "name a file that has some")
+        raise UsageError(f"{called} has no questions", "use a file with questions")
     return EvalSet(called, form, items)
 
 
@@ -122,7 +122,7 @@ def _with_keys(needed: set[str], convert: Callable[[dict[str, Any]], EvalItem]) 
         value = value | numbers
         for key in sorted(needed):
             if not isinstance(value.get(key), str) or not value[key].strip():
-                raise UsageError(f'"{key}" is not a text, or is empty', _AS_PUBLISHED)
+                raise UsageError(f'"{key}" must be a non-empty string', _AS_PUBLISHED)
         return convert(value)
 
     return checked
@@ -209,13 +209,13 @@ def _lettered(value: dict[str, Any], listed: str, ending: str) -> EvalItem:
     """
     question, texts, answer = value.get("question"), value.get(listed), value.get("answer")
     if not isinstance(question, str) or not question.strip():
-        raise UsageError('"question" is not a text, or is empty', _AS_PUBLISHED)
+        raise UsageError('"question" must be a non-empty string', _AS_PUBLISHED)
     if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
-        raise UsageError(f'"{listed}" is not a list of texts', _AS_PUBLISHED)
+        raise UsageError(f'"{listed}" is not a list of strings', _AS_PUBLISHED)
     while texts and texts[-1].strip() == _NO_CHOICE:
         texts = texts[:-1]
     if not 2 <= len(texts) <= len(_MORE_LETTERS):
-        raise UsageError(f'"{listed}" has {len(texts)} texts, not 2 to {len(_MORE_LETTERS)}', _AS_PUBLISHED)
+        raise UsageError(f'"{listed}" has {len(texts)} entries, expected 2 to {len(_MORE_LETTERS)}', _AS_PUBLISHED)
     if type(answer) is int and 0 <= answer < len(texts):
         answer = _MORE_LETTERS[answer]
     task = value.get("subject") or value.get("category")
@@ -244,7 +244,7 @@ def _mmlu_rows(text: str) -> _Table:
         if len(cells) == 6:
             yield number, _Lettered(cells[0], cells[1:5], cells[5].strip(), "mmlu")
         else:
-            yield number, UsageError("not a question, four choices and a letter", _AS_PUBLISHED)
+            yield number, UsageError("expected a question, four choices and a letter", _AS_PUBLISHED)
 
 
 def _gpqa_rows(text: str) -> _Table:

@@ -144,7 +144,7 @@ def _regex(item: EvalItem, value: dict[str, Any]) -> EvalItem:
 def _choice(item: EvalItem, value: dict[str, Any]) -> EvalItem:
     choices, answer = value.get("choices"), value["answer"]
     if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
-        raise UsageError('"choices" is not a list of at least two texts', "list the texts to choose from")
+        raise UsageError('"choices" must be a list of at least two strings', "list the texts to choose from")
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(choices):
         answer = choices[answer]
     if answer not in choices:
@@ -163,7 +163,7 @@ def choose(item: EvalItem, choices: tuple[str, ...], answer: str) -> EvalItem:
     for one in choices:
         if sum(other.startswith(one) for other in choices) > 1:
             raise UsageError(
-                f"a choice begins with another one, {one[:40]!r}", "end each with a period, or use letters"
+                f"a choice begins with another choice, {one[:40]!r}", "end each with a period, or use letters"
             )
     return replace(item, score="choice", choices=choices, answer=answer)
 
@@ -183,7 +183,7 @@ _READERS: Mapping[Scoring, Callable[[EvalItem, dict[str, Any]], EvalItem]] = {
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise UsageError('"answer" is not a text, or is empty', "write the correct answer as a text")
+        raise UsageError('"answer" must be a non-empty string', "write the correct answer as a string")
     return value
 
 
@@ -192,5 +192,5 @@ def _word(value: dict[str, Any], key: str) -> str:
     if word is None:
         return ""
     if isinstance(word, bool) or not isinstance(word, str | int | float) or word == "":
-        raise UsageError(f'"{key}" is neither a text nor a number', "use one of them, or remove it")
+        raise UsageError(f'"{key}" is neither a string nor a number', "use one of them, or remove it")
     return str(word)

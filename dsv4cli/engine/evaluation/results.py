@@ -84,7 +84,7 @@ def read_results(path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:
     try:
         *lines, _ = path.read_bytes().split(b"\n")
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "name a readable file") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}", "use a readable file") from None
     return _parsed(lines, path)
 
 
@@ -126,7 +126,7 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
 
 
 def _no_results(path: Path, number: int) -> UsageError:
-    return UsageError(f"{path}, line {number}: not a result that eval wrote", "name another file")
+    return UsageError(f"{path}, line {number}: not a result that eval wrote", "use another file")
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
@@ -138,7 +138,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -
                 f"{path} has results of another {called}"
                 if key == "weights"
                 else f"{path} has results of other {called}{what}",
-                "name another file for --out, or remove this one",
+                "use another file for --out, or remove this one",
             )
 
 

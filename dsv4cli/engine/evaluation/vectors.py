@@ -61,7 +61,7 @@ def _cases(text: str) -> Iterator[tuple[int, list[str]]]:
 def _case(lines: list[str], path: Path) -> EvalItem:
     head = _CASE.fullmatch(lines[0])
     if head is None or lines[-1] != "end":
-        raise UsageError("not a case from `case` to `end`", _REPAIR)
+        raise UsageError("expected a case that begins with `case` and ends with `end`", _REPAIR)
     tokens: list[bytes] = []
     for line in lines[1:-1]:
         step = _STEP.fullmatch(line)
@@ -85,7 +85,7 @@ def read_manifest(text: str, path: Path) -> Found:
         cells = line.rstrip("\r").split("\t")
         try:
             if len(cells) < 3:
-                raise UsageError("not an id, a prompt file and a continuation file, separated by tabs", _REPAIR)
+                raise UsageError("expected an id, a prompt file and a continuation file, separated by tabs", _REPAIR)
             prompt, continuation = (_beside(path, name) for name in cells[1:3])
             if not continuation:
                 raise UsageError(f"{cells[2]} is empty", "remove the line: there is nothing to score")

@@ -19,7 +19,7 @@ def cached_listing(repository: str, revision: str | None) -> Listing:
     try:
         folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except HFValidationError:
-        raise UsageError(f"{repository!r} is not the name of a repository", "name it as org/name") from None
+        raise UsageError(f"{repository!r} is not the name of a repository", "write it as org/name") from None
     except LocalEntryNotFoundError:
         where = f"{repository} at {revision}" if revision else repository
         raise HubError(f"huggingface_hub is in offline mode, and {where} is not in its cache", ONLINE) from None

@@ -162,7 +162,7 @@ class FolderDestination:
             return
         raise UsageError(
             problem,
-            "name another --local-dir, or keep yours: "
+            "use another --local-dir, or keep yours: "
             f"mv {shell_word(path)} {shell_word(path.with_name(path.name + '.old'))}",
         )
 

@@ -94,7 +94,7 @@ def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Li
         info: Any = retrier.call(request)
         files = [_file(entry) for entry in info.siblings]
     except HFValidationError:
-        raise UsageError(f"{repository!r} is not the name of a repository", "name it as org/name") from None
+        raise UsageError(f"{repository!r} is not the name of a repository", "write it as org/name") from None
     except (ValueError, KeyError, TypeError) as error:
         raise explain(error, repository, revision) from error
     if not SHA1.fullmatch(str(info.sha)):

@@ -82,7 +82,7 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
         gguf = [file.name for file in listing.files if file.name.endswith(SUFFIX)]
         if gguf:
             raise refusal(folder, Foreign(GGUF.what, _fetch_gguf(listing, gguf)), gguf[0])
-        raise CheckpointError(f"{folder} holds no safetensors file", "name another repository or revision")
+        raise CheckpointError(f"{folder} contains no safetensors file", "use another repository or revision")
     stop = threading.Event()
     context = DownloadContext(
         listing, FolderDestination(listing, folder), policy, Meter(0, lambda done, total: None), stop

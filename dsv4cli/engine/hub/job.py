@@ -76,7 +76,7 @@ class DownloadPlan:
                 f"{self.name} needs {_size(self.missing)} more at {self.destination.folder}, "
                 f"and {_size(self.free)} are free there",
                 f"free {_size(self.missing - self.free)} (`hf cache prune` removes unfinished downloads), "
-                "name another disk with --local-dir or HF_HOME, or take a part with --layers",
+                "use another disk with --local-dir or HF_HOME, or download a part with --layers",
             )
 
 
@@ -85,10 +85,10 @@ def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
     match = REPOSITORY.fullmatch(ALIASES.get(text, text))
     if match is None:
         raise UsageError(
-            f"{text!r} is not a repository on the hub", f"name it as org/name[@revision], or {', '.join(ALIASES)}"
+            f"{text!r} is not a repository on the hub", f"write it as org/name[@revision], or use {', '.join(ALIASES)}"
         )
     if revision and match["revision"] and revision != match["revision"]:
-        raise UsageError(f"{text} and --revision {revision} name two revisions", "name one")
+        raise UsageError(f"{text} and --revision {revision} specify two revisions", "give only one")
     return match["name"], revision or match["revision"]
 
 
@@ -127,7 +127,7 @@ def index_in(folder: Path, listing: Listing) -> dict[str, str]:
 
 def another(listing: Listing) -> str:
     """Return the remedy for a repository with damaged files."""
-    return f"name another revision, as in {listing.repository}@REVISION"
+    return f"use another revision, for example {listing.repository}@REVISION"
 
 
 def _held(destination: Destination, file: RemoteFile) -> int:
@@ -203,7 +203,7 @@ def _explained(error: OSError, destination: Destination) -> Dsv4Error:
     if error.errno in DISK_FULL:
         return NotEnoughDisk(f"the disk of {destination.folder} is full", f"free some space, then {AGAIN}")
     reason = error.strerror or str(error)
-    return UsageError(f"{error.filename or destination.folder} cannot be written: {reason}", "name another --local-dir")
+    return UsageError(f"{error.filename or destination.folder} cannot be written: {reason}", "use another --local-dir")
 
 
 def _size(nbytes: int) -> str:

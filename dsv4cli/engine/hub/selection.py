@@ -96,7 +96,7 @@ def _shards(listing: Listing, selection: Selection, index: Mapping[str, str]) ->
         raise UsageError("--layers and --no-mtp choose weights, which --only leaves out", "add weights to --only")
     if not index:
         raise UsageError(
-            f"{listing.repository} has no {INDEX}: its weights cannot be taken in part",
+            f"{listing.repository} has no {INDEX}: its weights can only be downloaded as a whole",
             "leave out --layers and --no-mtp",
         )
     owners = [OWNER.search(name) for name in index]
@@ -108,7 +108,7 @@ def _shards(listing: Listing, selection: Selection, index: Mapping[str, str]) ->
     absent = sorted(shards - listing.by_name.keys())
     if absent:
         raise CheckpointError(
-            f"{listing.repository}: {INDEX} names {absent[0]}, which the repository does not hold",
+            f"{listing.repository}: {INDEX} names {absent[0]}, which the repository does not contain",
             "choose another --revision",
         )
     return shards

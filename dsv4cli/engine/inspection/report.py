@@ -94,7 +94,7 @@ def inspect_model(source: Inspectable) -> Inspection:
     try:
         coverage = check_coverage(found.checkpoint, found.stored_table)
     except UsageError as error:
-        # files for a number of ranks that the configuration cannot be cut for
+        # files for a number of ranks that the configuration cannot be split across
         return Inspection(source, found, sizes, problem=refusal or error, refused=True)
     files = len(found.checkpoint.files)
     problem = refusal or coverage.problem()

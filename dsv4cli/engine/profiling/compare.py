@@ -118,7 +118,7 @@ def read_baseline(path: Path, kind: str) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"cannot read --baseline {path}: {error.strerror}", "name a document of an earlier run"
+            f"cannot read --baseline {path}: {error.strerror}", "use the --json output of an earlier run"
         ) from None
     except (ValueError, RecursionError):
         raise UsageError(f"--baseline {path} is not JSON", f"create one with `dsv4 profile {kind} --json`") from None

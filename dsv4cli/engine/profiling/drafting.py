@@ -144,7 +144,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
     drafts = usual_drafts(config) if drafting.most is None else drafting.most
     if not drafts:
         if accept is not None:
-            raise UsageError(f"--accept {accept:g} requires drafts, and none are made", "add --draft 3")
+            raise UsageError(f"--accept {accept:g} requires drafts, but none are generated", "add --draft 3")
         return None
     if load.tokens > 1:
         raise UsageError(

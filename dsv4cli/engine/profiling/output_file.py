@@ -8,9 +8,9 @@ from dsv4cli.errors import UsageError
 def check_writable(option: str, path: Path) -> None:
     """Raise UsageError if a file cannot be written. An existing file is left unchanged."""
     if not path.parent.is_dir():
-        raise UsageError(f"{option}: the folder {path.parent} does not exist", "create it, or name another")
+        raise UsageError(f"{option}: the folder {path.parent} does not exist", "create it, or use another")
     if path.is_dir():
-        raise UsageError(f"{option}: {path} is a folder", "name a file in it")
+        raise UsageError(f"{option}: {path} is a folder", "use a file in it")
     there = path.exists()
     if there and not path.is_file():
         return  # a pipe's reader would see the close as end of file
@@ -19,4 +19,4 @@ def check_writable(option: str, path: Path) -> None:
         if not there:
             path.unlink()
     except OSError as error:
-        raise UsageError(f"cannot write {option} {path}: {error.strerror}", "name another file") from None
+        raise UsageError(f"cannot write {option} {path}: {error.strerror}", "use another file") from None

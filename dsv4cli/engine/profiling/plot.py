@@ -36,7 +36,7 @@ class Box(NamedTuple):
 def check_plot(path: Path) -> None:
     """Raise UsageError if the plot cannot be written: unknown suffix, no write permission, or no matplotlib."""
     if path.suffix not in SUFFIXES:
-        raise UsageError(f"--plot {path} does not end with {' or '.join(SUFFIXES)}", "name a .png or .svg file")
+        raise UsageError(f"--plot {path} does not end with {' or '.join(SUFFIXES)}", "use a .png or .svg file")
     check_writable("--plot", path)
     if find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")

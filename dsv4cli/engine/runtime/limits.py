@@ -116,6 +116,6 @@ def _check_ids(ids: Sequence[int], config: ModelConfig, which: str) -> None:
     strange = next((token for token in ids if not 0 <= token < config.vocab_size), None)
     if strange is not None:
         raise UsageError(
-            f"{which} has the token id {strange}, the model's vocabulary is 0 to {config.vocab_size - 1:,}",
+            f"{which} has the token id {strange}, but the model's vocabulary is 0 to {config.vocab_size - 1:,}",
             "use ids of the tokenizer.json that belongs to the model",
         )

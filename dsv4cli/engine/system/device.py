@@ -27,7 +27,7 @@ def resolve_device(name: str) -> torch.device:
     device, count = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
         raise UnsupportedHardware(
-            f"--device {name} is not there: PyTorch sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
+            f"--device {name} does not exist: PyTorch sees {count or 'no'} CUDA device{'' if count == 1 else 's'}",
             "use --device cpu" if not count else f"the last one is cuda:{count - 1}",
         )
     return device

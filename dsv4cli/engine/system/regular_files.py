@@ -56,4 +56,4 @@ def _check(path: Path, status: os.stat_result) -> None:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     kind = KINDS.get(stat.S_IFMT(status.st_mode))
     if kind is not None:
-        raise CheckpointError(f"{path} is {kind}, not a file", "put the real file in its place")
+        raise CheckpointError(f"{path} is {kind}, not a file", "replace it with the real file")

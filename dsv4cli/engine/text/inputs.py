@@ -157,7 +157,7 @@ def _check_key(value: dict[str, Any], allowed: Sequence[str], form: str) -> None
 def _check_text(value: dict[str, Any], key: str) -> str:
     text = value[key]
     if not isinstance(text, str) or not text:
-        raise UsageError(f'"{key}" is {"empty" if text == "" else "not a text"}', "give a text")
+        raise UsageError(f'"{key}" is {"empty" if text == "" else "not a string"}', "give a string")
     return text
 
 

@@ -77,7 +77,9 @@ class Tokenizer:
             raise CheckpointError(f"{path} is not a tokenizer file: {error}", remedy) from error
         missing = [text for text in tokens.REQUIRED if not _is_one_token(backend, text)]
         if missing:
-            raise CheckpointError(f"{path} has no token {', '.join(missing)}: not DeepSeek-V4's", remedy)
+            raise CheckpointError(
+                f"{path} has no token {', '.join(missing)}: it is not DeepSeek-V4's tokenizer", remedy
+            )
         return cls(backend)
 
     @classmethod

@@ -33,9 +33,9 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
-            raise UsageError(f"{folder} is not empty", "name another folder, or delete its contents")
+            raise UsageError(f"{folder} is not empty", "use another folder, or delete its contents")
     except OSError as error:
-        raise UsageError(f"cannot create {folder}: {error.strerror}", "name another folder") from None
+        raise UsageError(f"cannot create {folder}: {error.strerror}", "use another folder") from None
 
 
 class Writer:

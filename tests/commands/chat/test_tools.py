@@ -161,7 +161,7 @@ def test_after_many_rounds_yes_asks_all_the_same(tools):
     assert tools("print(1)", number=27)[0] == "1"
     assert tools("print(1)", "n", number=51)[0] is None
     assert tools("print(1)", number=3, rounds=2, terminal=False)[2] == (
-        "warning: 2 rounds of tool calls in this turn, and no terminal to ask on; the answer ends here; "
+        "warning: 2 rounds of tool calls in this turn, and no terminal for confirmation; the answer ends here; "
         "to allow more, raise --max-rounds\n"
     )
 
@@ -174,7 +174,7 @@ def test_a_turn_of_calls_without_end_ends(monkeypatch, capsys, tmp_path):
     done = dsv4("chat", "--model", SMALL, *options, stdin=b"weather?\n/json\n")
     messages = json.loads(done.out[done.out.index("{\n") :])["messages"]
     assert [message.get("content") for message in messages] == ["weather?", *(["", "seen"] * 3), ""]
-    assert "3 rounds of tool calls in this turn, and no terminal to ask on" in done.err
+    assert "3 rounds of tool calls in this turn, and no terminal for confirmation" in done.err
     assert done.code == 0
 
 

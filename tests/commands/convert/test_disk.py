@@ -46,8 +46,8 @@ REFUSALS = {
     errno.EFBIG: (5, "takes no file of that size", "--max-shard-size"),
     errno.EIO: (1, "Input/output error: ", "check the disk"),
     errno.ESTALE: (1, "Stale file handle: ", "check the disk"),
-    errno.EROFS: (2, "cannot be written to: Read-only file system", "name a folder"),
-    errno.EACCES: (2, "cannot be written to: Permission denied", "name a folder"),
+    errno.EROFS: (2, "cannot be written to: Read-only file system", "use a folder"),
+    errno.EACCES: (2, "cannot be written to: Permission denied", "use a folder"),
 }
 
 
@@ -313,4 +313,4 @@ def test_an_output_behind_a_link_that_leads_nowhere(small, tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for name in ("dead", "dead/out", "loop", "loop/out"):
         error, _ = refused(2, small, tmp_path / name, *BF16)
-        assert f"{tmp_path / name.partition('/')[0]} is a link to what is not there" in error
+        assert f"{tmp_path / name.partition('/')[0]} is a broken symbolic link" in error

@@ -264,7 +264,7 @@ def test_a_drafter_in_the_file_is_refused(made, tmp_path):
     (tmp_path / FILE).write_bytes(content)
     code, _, err = run("convert", tmp_path / FILE, tmp_path / "back", "--to", "official")
     assert code == 4
-    assert "holds a drafter (blk.3.nextn.orm.weight)" in err
+    assert "contains a drafter (blk.3.nextn.orm.weight)" in err
 
 
 @pytest.mark.parametrize("options", ["--attention fp8", "--experts fp8", "--ranks 2"])

@@ -133,7 +133,7 @@ def test_a_file_that_is_not_the_planned_one_is_named(joined, damage_file):
     code, out, err = finish(joined)
     assert (code, out) == (1, "")
     assert str(path) in err
-    assert ("is not there yet" if damage_file is lose else "is not the file of this conversion") in err
+    assert ("does not exist yet" if damage_file is lose else "is not the file of this conversion") in err
     assert "--shard" in err
     assert files(joined) == before
 
@@ -153,7 +153,7 @@ def test_a_part_of_another_job_does_not_join(source, joined, tmp_path):
     convert(source, tmp_path / "other", "--to", "fp8", "--max-shard-size", "300kB", "--shard", "1/3")
     shutil.copytree(tmp_path / "other", joined, dirs_exist_ok=True)
     code, _, err = finish(joined)
-    assert (code, "is not there yet" in err or "is not the file" in err) == (1, True)
+    assert (code, "does not exist yet" in err or "is not the file" in err) == (1, True)
 
 
 @pytest.mark.slow
@@ -185,7 +185,7 @@ def test_what_is_finished_is_checked(source, joined, tmp_path):
 def test_there_is_nothing_to_finish(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         code, _, err = finish(folder)
-        assert (code, f"{folder} holds no unfinished conversion" in err) == (2, True)
+        assert (code, f"{folder} contains no unfinished conversion" in err) == (2, True)
 
 
 def test_a_damaged_header_is_not_the_file_of_the_conversion(joined):

@@ -123,8 +123,8 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
         ("{tmp}/nothing", 1, ["there is no folder {tmp}/nothing", "check the path"]),
         ("nothing", 2, ["'nothing' is neither a folder nor a known model", "known names: nano, nano-0731, flash"]),
         ("", 2, ["'' is neither a folder nor a known model"]),
-        ("{tmp}/full", 1, ["{tmp}/full holds no safetensors file"]),
-        ("{tmp}/file", 2, ["{tmp}/file is a file; a model is a folder", "name the folder"]),
+        ("{tmp}/full", 1, ["{tmp}/full contains no safetensors file"]),
+        ("{tmp}/file", 2, ["{tmp}/file is a file; a model is a folder", "use the folder"]),
         ("{tmp}/m.gguf", 1, ["{tmp}/m.gguf is truncated", "download m.gguf again"]),
         ("flash", 1, ["DeepSeek-V4-Flash is not in the Hugging Face cache", "`dsv4 download flash`"]),
         ("some/repo", 1, ["some/repo is not in the Hugging Face cache", "`dsv4 download some/repo`"]),
@@ -150,7 +150,10 @@ def places(tmp_path):
 
 def test_an_output_where_something_is(small, tmp_path, places):
     error, remedy = refused(2, small, tmp_path / "full", *BF16)
-    assert f"{tmp_path / 'full'} is not empty and holds no conversion with these options of this source" in error
+    assert (
+        f"{tmp_path / 'full'} is not empty, and does not contain a conversion of this source with these options"
+        in error
+    )
     assert "empty or does not exist yet" in remedy
     for name in ("file", "file/below"):
         error, remedy = refused(2, small, tmp_path / name, *BF16)
@@ -178,7 +181,7 @@ def test_an_output_that_may_not_be_written(small, tmp_path, monkeypatch):
         error, remedy = refused(2, small, tmp_path / output, *BF16)
         assert f"{tmp_path / 'home'}" in error
         assert "Permission denied" in error
-        assert "may write" in remedy
+        assert "can write" in remedy
         # the plan is the answer to a dry run, the code its verdict
         code, out, err = run("convert", small, tmp_path / output, *BF16, "--dry-run")
         assert (code, "to write, " in out) == (2, True)
@@ -206,12 +209,12 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
         ("--to bf16 --layers 1-2", ["--layers 1-2: the model has 2 layers", "choose from 0-1"]),
         ("--to bf16 --layers first", ["--layers 'first' names no layers", "FIRST-LAST"]),
         ("--to bf16 --layers=-1", ["--layers '-1' names no layers"]),
-        ("--to mp", ["--ranks N belongs to --to mp", "`--to mp --ranks 4`"]),
-        ("--to bf16 --ranks 2", ["--ranks N belongs to --to mp"]),
-        ("--to mp --ranks 5", ["embed.weight [128, 256] cannot be cut for 5 ranks", "fewer ranks"]),
+        ("--to mp", ["--ranks N and --to mp", "`--to mp --ranks 4`"]),
+        ("--to bf16 --ranks 2", ["--ranks N and --to mp"]),
+        ("--to mp --ranks 5", ["embed.weight [128, 256] cannot be split across 5 ranks", "fewer ranks"]),
         # half a block of its FP8 scales
-        ("--to mp --ranks 4", ["layers.0.attn.wo_b.weight [256, 256] cannot be cut for 4 ranks", "fewer ranks"]),
-        ("--to mp --ranks 4 --attention bf16", ["the experts cannot be cut for 4 ranks", "fewer ranks"]),
+        ("--to mp --ranks 4", ["layers.0.attn.wo_b.weight [256, 256] cannot be split across 4 ranks", "fewer ranks"]),
+        ("--to mp --ranks 4 --attention bf16", ["the experts cannot be split across 4 ranks", "fewer ranks"]),
         ("--to fp8 --experts fp4", ["--to fp8 has no experts in fp4", "allowed with it: fp8"]),
         ("--to nvfp4 --experts bf16", ["--to nvfp4 has no experts in bf16", "allowed with it: nvfp4"]),
         ("--to transformers --experts fp4", ["--to transformers has no experts in fp4", "allowed with it: bf16"]),
@@ -248,7 +251,7 @@ def test_values_that_an_option_does_not_have(small, tmp_path, option):
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "cuda:3"])
 def test_a_device_that_is_not_there(small, tmp_path, device):
     error, remedy = refused(4, small, tmp_path / "out", *BF16, "--device", device)
-    assert f"--device {device} is not there" in error
+    assert f"--device {device} does not exist" in error
     assert remedy == "→ use --device cpu"
     assert files(tmp_path) == {}
 
@@ -361,7 +364,7 @@ def test_a_disk_that_is_too_small(small, tmp_path, monkeypatch):
     error, remedy = refused(5, small, output, *BF16)
     # as many digits as tell the two apart
     assert f"{output} needs {needed / 1e9:.9f} GB more and its disk has {(needed - 1) / 1e9:.9f} GB free" in error
-    assert remedy == "→ free 0.000000001 GB, or name another disk"
+    assert remedy == "→ free 0.000000001 GB, or use another disk"
     # the plan is the answer to a dry run, the code its verdict
     code, out, err = run("convert", small, output, *BF16, "--dry-run", "--json")
     assert (code, json.loads(out)["fits"], json.loads(out)["free"]) == (5, False, needed - 1)

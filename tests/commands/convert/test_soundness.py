@@ -159,7 +159,7 @@ def test_a_journal_that_was_not_copied(parts):
     (path,) = (parts / UNFINISHED).glob("journal-2-*")
     path.unlink()
     err = err_of(1, "--finish", parts)
-    assert "holds no journal of part 2 of 2" in err
+    assert "contains no journal of part 2 of 2" in err
     assert "--shard 2/2" in err
 
 
@@ -331,10 +331,10 @@ def test_a_finished_job_that_differs_is_found(source, tmp_path):
 
 def test_another_job_is_not_complete(source, whole, tmp_path):
     for options in (BF16, ("--to", "fp8", *PARTED[2:]), (*PARTED, "--no-mtp")):
-        assert "holds no conversion with these options" in err_of(2, source, whole, *options)
+        assert "does not contain a conversion of this source with these options" in err_of(2, source, whole, *options)
     # the same shapes with other values
     other = synthetic.write_checkpoint(tmp_path / "a model", synthetic.SMALL, seed=1)
-    assert "holds no conversion with these options" in err_of(2, other, whole, *PARTED)
+    assert "does not contain a conversion of this source with these options" in err_of(2, other, whole, *PARTED)
 
 
 def test_a_finished_job_that_lost_a_file(source, whole, tmp_path):

@@ -158,7 +158,7 @@ def test_a_file_that_no_download_has_put_there_is_not_overwritten(hub, dsv4, tmp
     assert (done.code, done.out) == (2, "")
     assert f"{folder}/config.json is not the file of {REPOSITORY}" in done.err
     command = f"mv '{folder}/config.json' '{folder}/config.json.old'"
-    assert f"name another --local-dir, or keep yours: {command}" in done.err
+    assert f"use another --local-dir, or keep yours: {command}" in done.err
     assert content(folder)["config.json"] == mine
     subprocess.run(["bash", "-c", command], check=True)
     assert dsv4("download", "flash", "--local-dir", str(folder)).code == 0
@@ -232,7 +232,7 @@ def test_a_repository_that_lacks_a_file_is_so_after_the_next_download_too(hub, d
     done = dsv4("download", "org/name", *options)
     assert done.code == 3
     assert f"{SHARDS[0]} is missing, but model.safetensors.index.json names it\n" in done.out
-    remedy = "name another revision, as in org/name@REVISION, or ask its owners"
+    remedy = "use another revision, for example org/name@REVISION, or ask its owners"
     assert done.out.endswith(f"→ org/name is so at commit {repository.branches['main'][:12]}: {remedy}\n")
 
 
@@ -478,13 +478,13 @@ def test_who_may_read(hub, dsv4, tmp_path, options, token, words):
         (("flash", "--layers", "3-0"), 2, "names no layers"),
         (("flash", "--only", "config,vocabulary"), 2, "there is no kind 'vocabulary'"),
         (("flash", "--only", "config", "--layers", "0"), 2, "--only leaves out"),
-        (("org/plain", "--layers", "0"), 2, "cannot be taken in part"),
+        (("org/plain", "--layers", "0"), 2, "can only be downloaded as a whole"),
         (("org/plain", "--only", "weights"), 2, "has no files of the kind weights"),
         (("random:tiny",), 2, "is not a repository on the hub"),
         (("./flash",), 2, "is not a repository on the hub"),
         (("org/a--b",), 2, "is not the name of a repository"),
         (("flash@one", "--revision", "two"), 2, "is not a repository on the hub"),
-        (("org/name@one", "--revision", "two"), 2, "name two revisions"),
+        (("org/name@one", "--revision", "two"), 2, "specify two revisions"),
         (("org/evil",), 6, "a dangerous name: '../evil.txt'"),
         (("flash", "--local-dir", "/dev/null/model"), 2, "cannot be written"),
     ],
@@ -509,7 +509,7 @@ def test_a_name_that_could_lead_elsewhere(hub, dsv4, name):
 def test_an_index_that_names_an_absent_file(hub, dsv4):
     hub.add(REPOSITORY, {name: content for name, content in FLASH.items() if name != SHARDS[0]})
     done = dsv4("download", "flash", "--layers", "0")
-    assert (done.code, f"names {SHARDS[0]}, which the repository does not hold" in done.err) == (1, True)
+    assert (done.code, f"names {SHARDS[0]}, which the repository does not contain" in done.err) == (1, True)
 
 
 def test_an_index_that_is_none_is_named_by_its_repository(hub, dsv4):
@@ -517,7 +517,7 @@ def test_an_index_that_is_none_is_named_by_its_repository(hub, dsv4):
     done = dsv4("download", "flash", "--layers", "0")
     assert done.code == 1
     assert done.err.startswith(f"error: {REPOSITORY}/{damage.INDEX} is not a safetensors index: ")
-    assert done.err.endswith(f"→ name another revision, as in {REPOSITORY}@REVISION\n")
+    assert done.err.endswith(f"→ use another revision, for example {REPOSITORY}@REVISION\n")
 
 
 def test_offline_says_so(hub, dsv4, monkeypatch):

@@ -198,7 +198,7 @@ def test_gguf_files_are_named(hub, dsv4, names, fetch):
     done = dsv4("inspect", NAME)
     assert done.code == 3
     assert done.out.startswith(
-        f"{NAME} would not load\n  {NAME} is a GGUF model ({names[0]}), which this engine does not run\n{remedy}"
+        f"{NAME} would not load\n  {NAME} is a GGUF model ({names[0]}), which dsv4 does not run\n{remedy}"
     )
     assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
 
@@ -221,7 +221,10 @@ def test_damaged_headers_are_asked_for_once(hub, dsv4, tmp_path):
     hub.add(NAME, files_of(folder))
     done = dsv4("inspect", NAME)
     assert done.code == 3
-    assert f"{damage.SHARD} has a corrupt header: not JSON\n→ name another revision, as in {NAME}@REVISION" in done.out
+    assert (
+        f"{damage.SHARD} has a corrupt header: not JSON\n→ use another revision, for example {NAME}@REVISION"
+        in done.out
+    )
     assert len(hub.asked("api/models")) == 1
 
 

@@ -112,5 +112,5 @@ def test_without_a_gpu_a_card_is_to_be_named(dsv4, monkeypatch):
     done = dsv4("profile", "warm")
     assert (done.code, done.err) == (
         4,
-        "error: this machine has no GPU to compile for\n→ name a GPU model, as in --card h200\n",
+        "error: this machine has no GPU to compile for\n→ specify a GPU model, for example --card h200\n",
     )

@@ -135,7 +135,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--top-p", "0"], 2, ["--top-p cannot be 0.0"]),
         (["hi", "--stop", ""], 2, ["--stop cannot be an empty text"]),
         (["hi", "--device", "gpu"], 2, ["--device cannot be 'gpu'"]),
-        (["hi", "--device", "cuda:99"], 4, ["--device cuda:99 is not there"]),
+        (["hi", "--device", "cuda:99"], 4, ["--device cuda:99 does not exist"]),
         (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, and the device is cpu"]),
         (["hi", "--think", "low"], 2, ['release v4 has no thinking level "low"']),
         (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "limit is 6 tokens, including the answer"]),
@@ -163,7 +163,7 @@ def test_stdin_that_cannot_be_read(dsv4):
 def test_a_wrong_device_where_there_are_some(dsv4, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     done = dsv4("run", "hi", "--device", "cuda:1")
-    refused(done, 4, "--device cuda:1 is not there: PyTorch sees 1 CUDA device")
+    refused(done, 4, "--device cuda:1 does not exist: PyTorch sees 1 CUDA device")
     assert done.err.endswith("→ the last one is cuda:0\n")
 
 
@@ -203,13 +203,13 @@ def test_a_conversation_that_is_none(dsv4, tmp_path, value, words):
         ("--prompts", '"hi"', ["not a JSON object"]),
         ("--prompts", "{}", ["none of the keys prompt, messages"]),
         ("--prompts", '{"prompt": ""}', ['"prompt" is empty']),
-        ("--prompts", '{"prompt": ["hi"]}', ['"prompt" is not a text']),
+        ("--prompts", '{"prompt": ["hi"]}', ['"prompt" is not a string']),
         ("--prompts", '{"prompt": "hi", "idx": 1}', ["unknown key 'idx'"]),
         ("--prompts", '{"prompt": "hi", "messages": []}', ["unknown key 'prompt'"]),
         ("--score", '{"ids": []}', ['"ids"', "empty"]),
         ("--score", '{"ids": [1, true]}', ['"ids" is not a list of whole numbers']),
         ("--score", '{"ids": [1], "text": "x"}', ["more than one of the keys ids, text, messages"]),
-        ("--score", '{"text": 1}', ['"text" is not a text']),
+        ("--score", '{"text": 1}', ['"text" is not a string']),
         ("--score", '{"ids": [1' + "0" * 5000 + "]}", ["a number too long"]),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_system_message_for_lines_that_have_messages(dsv4, tmp_path):
         (
             "--score",
             [{"ids": [1]}, {"ids": [2, 512]}],
-            "text 1 has the token id 512, the model's vocabulary is 0 to 511",
+            "text 1 has the token id 512, but the model's vocabulary is 0 to 511",
         ),
         ("--score", [{"ids": [-1]}], "the text has the token id -1"),
         ("--score", [{"ids": [1]}, {"ids": [1] * 10}], "text 1 has 10 tokens: the context limit is 9 tokens"),

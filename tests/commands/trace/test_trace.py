@@ -203,7 +203,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--ids", "5;6", "--out", "A"), "--ids '5;6' is not a list of token ids"),
         (("record", NET, "--ids", "5", "--prompt", "Hi", "--out", "A"), "--prompt and --ids cannot be combined"),
         (("record", NET, "--layers", "2-3", "--out", "A"), "--layers 2-3: the model has 3 layers"),
-        (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, the model's vocabulary"),
+        (("record", NET, "--like", "other", "--out", "A"), "the text has the token id 999, but the model's vocabulary"),
         (("record", NET, "--what", "blocks", "--out", "A"), "--what 'blocks' is not a group of stages"),
         (("record", NET, "--ids", "5", "--out", "full"), "full is not empty"),
         (("record", NET, "--ids", "5", "--steps", "1099999", "--out", "A"), "the text has 1,100,000 tokens"),

@@ -72,7 +72,7 @@ def test_the_config_may_say_so(tmp_path):
         if known:
             assert identify(folder).formats == NVFP4
         else:
-            with pytest.raises(UnsupportedCheckpoint, match="another format than NVFP4 or MXFP4"):
+            with pytest.raises(UnsupportedCheckpoint, match="a format other than NVFP4 and MXFP4"):
                 identify(folder)
 
 

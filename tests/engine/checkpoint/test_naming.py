@@ -119,7 +119,7 @@ def test_a_rank_holds_a_range_of_whole_experts():
     [("layers.0.ffn.experts.7.w1.weight", 3), ("embed.weight", 3), ("layers.0.attn.wo_b.weight", 128)],
 )
 def test_a_number_of_ranks_that_does_not_divide_is_refused(name, ranks):
-    with pytest.raises(UsageError, match="cannot be cut"):
+    with pytest.raises(UsageError, match="cannot be split"):
         locations(name, ranks)
 
 

@@ -277,7 +277,7 @@ def test_every_storage_format_is_read(storage):
         ({"quantization_config": NVFP4 | {"moe_quant_algo": "W4A8_AWQ"}}, "moe_quant_algo is 'W4A8_AWQ'"),
         ({"quantization_config": NVFP4 | {"group_size": 32}}, "group_size is 32"),
         ({"quantization_config": [16]}, "quantization_config is"),
-        ({"expert_dtype": "int4"}, "expert_dtype is 'int4', known values are fp4, fp8, bf16, f32"),
+        ({"expert_dtype": "int4"}, "expert_dtype is 'int4'; known values are fp4, fp8, bf16, f32"),
         ({"quantization_config": FP8 | {"expert_dtype": ["fp4"]}}, r"quantization_config\.expert_dtype is \['fp4'\]"),
     ],
 )

@@ -228,9 +228,9 @@ def test_a_vocabulary_that_is_no_text_is_refused(tmp_path, name):
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused():
-    with pytest.raises(CheckpointError, match="has the token id 2303, the model 2,000 tokens"):
+    with pytest.raises(CheckpointError, match="has the token id 2303, but the model has 2,000 tokens"):
         vocabulary((NANO / "tokenizer.json").read_text(), 2000, {}, None, "file")
-    with pytest.raises(CheckpointError, match="has the token id 2303, the model 2,303 tokens"):
+    with pytest.raises(CheckpointError, match="has the token id 2303, but the model has 2,303 tokens"):
         vocabulary((NANO / "tokenizer.json").read_text(), 2303, {}, None, "file")
 
 

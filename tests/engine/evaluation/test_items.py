@@ -61,14 +61,14 @@ def test_a_number_is_none_with_an_exponent(read, number, text):
         ({"prompt": "a", "score": "fuzzy", "answer": "b"}, "\"score\" cannot be 'fuzzy'"),
         ({"prompt": "a", "score": "exact"}, '"exact" needs an "answer"'),
         ({"prompt": "a", "answer": "b"}, '"answer" without "score"'),
-        ({"prompt": "a", "score": "exact", "answer": ""}, '"answer" is not a text'),
-        ({"prompt": "a", "score": "exact", "answer": 4}, '"answer" is not a text'),
+        ({"prompt": "a", "score": "exact", "answer": ""}, '"answer" must be a non-empty string'),
+        ({"prompt": "a", "score": "exact", "answer": 4}, '"answer" must be a non-empty string'),
         ({"prompt": "a", "score": "exact", "answer": [{"name": "f"}]}, "not a list of calls"),
         ({"prompt": "a", "score": "numeric", "answer": "many"}, '"answer" has no number'),
         ({"prompt": "a", "score": "numeric", "answer": float("nan")}, '"answer" has no number'),
-        ({"prompt": "a", "score": "numeric", "answer": True}, '"answer" is not a text'),
+        ({"prompt": "a", "score": "numeric", "answer": True}, '"answer" must be a non-empty string'),
         ({"prompt": "a", "score": "regex", "answer": "(a"}, "not a pattern: missing )"),
-        ({"prompt": "a", "score": "choice", "answer": "x"}, "not a list of at least two texts"),
+        ({"prompt": "a", "score": "choice", "answer": "x"}, "must be a list of at least two strings"),
         ({"prompt": "a", "score": "choice", "choices": ["x", "y"], "answer": "z"}, "neither one of the choices"),
         ({"prompt": "a", "score": "choice", "choices": ["x", "y"], "answer": 2}, "neither one of the choices"),
         ({"prompt": "a", "score": "choice", "choices": ["New", "New York"], "answer": 0}, "begins with another"),
@@ -123,7 +123,7 @@ def test_gsm8k(read):
     assert "\\boxed{}" in asked(item)
     with pytest.raises(UsageError, match=r"line 2: .*no number after ####"):
         read([GSM8K, {"question": "a", "answer": "b"}])
-    with pytest.raises(UsageError, match='line 2: "question" is not a text'):
+    with pytest.raises(UsageError, match='line 2: "question" must be a non-empty string'):
         read([GSM8K, {"answer": "#### 3"}])
 
 
@@ -147,7 +147,7 @@ def test_mmlu(read):
     [other] = read(SIMPLE, "mmlu.csv", by_answer=True).items
     assert (other.answer, other.task, other.choices) == ("C", "anatomy", ("A", "B", "C", "D"))
     assert asked(other).endswith("as in: Answer: A")
-    with pytest.raises(UsageError, match="line 2: not a question, four choices and a letter"):
+    with pytest.raises(UsageError, match="line 2: expected a question, four choices and a letter"):
         read("Which one?,w,x,y,z,B\nshort,row\n", "mmlu.csv")
     with pytest.raises(UsageError, match="line 2: the answer is 'E'"):
         read("Which one?,w,x,y,z,B\nWhat?,1,2,3,4,E\n", "mmlu.csv")
@@ -240,7 +240,7 @@ def test_vectors_are_continuations_in_tokens(repository):
             "prompts/two.txt\nstep 0 416461",
             "line 4: tests/prompts/two.txt is not in",
         ),
-        ("c3e 0\nend\n", "c3e 0\n", "line 12: not a case"),
+        ("c3e 0\nend\n", "c3e 0\n", "line 12: expected a case"),
         (
             VEC[VEC.index("case two") :],
             "case two 4096 0 tests/prompts/one.txt\nend\n",
@@ -298,10 +298,10 @@ def test_mmlu_pro_of_the_hub(read):
         ({"answer": "K"}, "the answer is 'K', not a letter from A to J"),
         ({"answer": 10}, "the answer is '10', not a letter from A to J"),
         ({"answer": None}, "the answer is 'None'"),
-        ({"options": "ab"}, '"options" is not a list of texts'),
-        ({"options": ["a", 1]}, '"options" is not a list of texts'),
-        ({"options": ["a", "N/A"]}, '"options" has 1 texts, not 2 to 10'),
-        ({"question": " "}, '"question" is not a text'),
+        ({"options": "ab"}, '"options" is not a list of strings'),
+        ({"options": ["a", 1]}, '"options" is not a list of strings'),
+        ({"options": ["a", "N/A"]}, '"options" has 1 entries, expected 2 to 10'),
+        ({"question": " "}, '"question" must be a non-empty string'),
     ],
 )
 def test_bad_lines_of_mmlu_pro_are_named(read, change, complaint):

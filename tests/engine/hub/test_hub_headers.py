@@ -140,7 +140,7 @@ def test_faults_on_the_way(hub, folder, monkeypatch, fault):
     [
         ("org/none", HubError, "no repository org/none"),
         ("org/name@none", HubError, "no revision none"),
-        ("org/plain", CheckpointError, "org/plain holds no safetensors file"),
+        ("org/plain", CheckpointError, "org/plain contains no safetensors file"),
         ("a/b/c", UsageError, "is not a repository on the hub"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_tensor_of_every_layout(tensor, taken):
     ("selection", "names", "index", "error", "words"),
     [
         (Selection(range(4)), NAMES, INDEX, UsageError, "no layer 3: org/name has 3"),
-        (Selection(range(1)), NAMES, {}, UsageError, "cannot be taken in part"),
+        (Selection(range(1)), NAMES, {}, UsageError, "can only be downloaded as a whole"),
         (Selection(mtp=False), NAMES[1:], INDEX, CheckpointError, "names a.safetensors, which the repository"),
         (Selection(range(1), kinds=frozenset({"index"})), NAMES, INDEX, UsageError, "leaves out"),
         (Selection(kinds=frozenset({"tokenizer"})), NAMES, INDEX, UsageError, "no files of the kind tokenizer"),

@@ -326,7 +326,7 @@ def test_nvidia_smi_that_fails_or_hangs(bare_machine, monkeypatch, script):
 def test_nothing_is_known_of_a_system_without_meminfo(bare_machine, monkeypatch):
     monkeypatch.setattr(host_memory, "VM_STAT", str(bare_machine / "none"))
     (bare_machine / "meminfo").unlink()
-    with pytest.raises(UnsupportedHardware, match="does not say how much memory"):
+    with pytest.raises(UnsupportedHardware, match="cannot detect how much memory"):
         plan_fit(CONFIG, OFFICIAL, this_machine(), context=100, batch=1)
 
 

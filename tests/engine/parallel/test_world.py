@@ -196,9 +196,9 @@ def test_ranks_that_would_cut_through_a_block_are_refused():
     with pytest.raises(UsageError, match=r"would have 64 of the 128 columns of layers\.0\.ffn\.experts\.0\.w2"):
         check(2, narrow, Formats("bf16"), rounds=True)
     check(2, narrow, Formats("bf16"), rounds=False)
-    with pytest.raises(UsageError, match=r"shared_experts\.w1\.weight .* cannot be cut for 2 ranks"):
+    with pytest.raises(UsageError, match=r"shared_experts\.w1\.weight .* cannot be split across 2 ranks"):
         check(2, narrow, Formats(), rounds=False)
-    with pytest.raises(UsageError, match="cannot be cut for 4 ranks") as refused:
+    with pytest.raises(UsageError, match="cannot be split across 4 ranks") as refused:
         check(4, replace(CONFIG, num_attention_heads=8, head_dim=32), Formats(), rounds=False)
     assert refused.value.remedy == "use one of these numbers: 1, 2"
 

@@ -298,7 +298,7 @@ def test_a_bias_is_added_before_a_token_is_drawn():
 
 
 def test_a_bias_names_tokens_of_the_vocabulary():
-    with pytest.raises(UsageError, match="logit_bias has the token id 512, the model's vocabulary is 0 to 511"):
+    with pytest.raises(UsageError, match="logit_bias has the token id 512, but the model's vocabulary is 0 to 511"):
         Engine.of(model(), [Request([5], Sampling(logit_bias=((511, 1.0), (512, 1.0))), Limits())], "cpu")
 
 

@@ -267,8 +267,8 @@ def test_bos_is_never_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize("absent", tokens.REQUIRED)
 def test_file_without_a_prompt_token_is_refused(tmp_path: Path, absent: str) -> None:
     rest = tuple(text for text in tokens.REQUIRED if text != absent)
-    with pytest.raises(CheckpointError, match=f"has no token {absent}: not DeepSeek-V4's"):
+    with pytest.raises(CheckpointError, match=f"has no token {absent}: it is not DeepSeek-V4's tokenizer"):
         Tokenizer.from_file(vocabulary_file(tmp_path, rest, rest))
     # listed in the vocabulary but not registered: text would never be encoded as this one id
-    with pytest.raises(CheckpointError, match=f"has no token {absent}: not DeepSeek-V4's"):
+    with pytest.raises(CheckpointError, match=f"has no token {absent}: it is not DeepSeek-V4's tokenizer"):
         Tokenizer.from_file(vocabulary_file(tmp_path, tokens.REQUIRED, rest))

@@ -276,11 +276,11 @@ def test_indivisible_is_refused():
     with pytest.raises(UsageError, match=r"num_attention_heads = 4 is not divisible by 3 ranks"):
         Transformer(SMALL, Numerics.reference(), World(0, 3))
     spec = expected_tensors(SMALL, Formats())["layers.1.attn.wq_b.scale"]
-    with pytest.raises(CheckpointError, match=r"wq_b\.scale .* cannot be cut for 8 ranks"):
+    with pytest.raises(CheckpointError, match=r"wq_b\.scale .* cannot be split across 8 ranks"):
         part_shape(spec, 8)
     # 192 rows are two scale blocks: two ranks would share the first
     uneven = replace(expected_tensors(SMALL, Formats())["layers.1.attn.wo_a.weight"], shape=(192, 128))
-    with pytest.raises(CheckpointError, match=r"wo_a\.weight .* cannot be cut for 2 ranks"):
+    with pytest.raises(CheckpointError, match=r"wo_a\.weight .* cannot be split across 2 ranks"):
         part_shape(uneven, 2)
 
 

@@ -99,6 +99,6 @@ def _only_model(folder: Path) -> str:
     models = {(match["stem"] if (match := PART.fullmatch(name)) else name): name for name in _names(folder)}
     if len(models) > 1:
         raise CheckpointError(
-            f"{folder} holds {len(models)} GGUF models", f"name one file: {shell_word(folder / min(models.values()))}"
+            f"{folder} holds {len(models)} GGUF models", f"choose one file: {shell_word(folder / min(models.values()))}"
         )
     return next(iter(models.values()))

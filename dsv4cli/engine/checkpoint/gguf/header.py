@@ -76,7 +76,7 @@ class _HeaderReader:
         if version not in VERSIONS:
             big = version in {known << 24 for known in VERSIONS}
             what = "is big-endian" if big else f"is of GGUF version {version}"
-            raise CheckpointError(f"{self.path} {what}, and 2 and 3, little-endian, are known", "convert it again")
+            raise CheckpointError(f"{self.path} {what}; dsv4 reads versions 2 and 3, little-endian", "convert it again")
         tensors, keys = self._scalar("<Q"), self._scalar("<Q")
         if keys > MAX_KEYS:
             raise _damaged(self.path, f"has a corrupt header: {keys} keys")
@@ -134,7 +134,7 @@ class _HeaderReader:
         shape = tuple(reversed([self._scalar("<Q") for _ in range(dimensions)]))
         number, offset = self._scalar("<I"), self._scalar("<Q")
         if number not in NAMES:
-            raise CheckpointError(f"{self.path}: {name} is of tensor type {number}, which is not known")
+            raise CheckpointError(f"{self.path}: {name} has the unknown tensor type {number}")
         if shape[-1:] and shape[-1] % TYPES[NAMES[number]].values:
             raise _damaged(self.path, f"has a corrupt header: {name} {list(shape)} is no whole {NAMES[number]} blocks")
         return name, shape, NAMES[number], offset

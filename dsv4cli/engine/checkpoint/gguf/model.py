@@ -61,9 +61,9 @@ class GgufIdentity(FolderIdentity):
         if other:
             more = f" (and {len(other) - 1:,} more)" if len(other) > 1 else ""
             raise UnsupportedCheckpoint(
-                f"{self.checkpoint.folder}: {other[0].name} is {other[0].dtype}{more}, and only {', '.join(READABLE)} "
+                f"{self.checkpoint.folder}: {other[0].name} is {other[0].dtype}{more}, but only {', '.join(READABLE)} "
                 "can be read",
-                "such a type has lost the values of the release: start from that, `dsv4 download flash`",
+                "this type does not preserve the values of the release: start from the release, `dsv4 download flash`",
             )
 
 
@@ -84,7 +84,7 @@ def recognise_gguf(path: Path) -> GgufIdentity:
     drafter = next((name for name in tensors if ".nextn." in name or name.startswith("mtp.")), None)
     if drafter:
         raise UnsupportedCheckpoint(
-            f"{path} holds a drafter ({drafter}), which is not read from GGUF", "name a file without one"
+            f"{path} contains a drafter ({drafter}), which dsv4 does not read from GGUF", "use a file without one"
         )
     naming = GgufNaming(config.n_routed_experts, {name: info.dtype for name, info in tensors.items()})
     identity = describe(config, _formats(tensors))

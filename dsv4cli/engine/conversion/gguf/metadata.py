@@ -42,7 +42,7 @@ def gguf_metadata(
     text = texts.get(TOKENIZER) or _text(folder / TOKENIZER)
     if text is None:
         raise CheckpointError(
-            f"{folder} has no {TOKENIZER}, and a GGUF model holds its vocabulary",
+            f"{folder} has no {TOKENIZER}, but a GGUF model contains its vocabulary",
             "copy the tokenizer.json of the release into the folder",
         )
     settings = read_json(folder / SETTINGS) if is_there(folder / SETTINGS) else {}

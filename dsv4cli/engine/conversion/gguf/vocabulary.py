@@ -56,7 +56,7 @@ def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str 
     """
     found = _read(text, where)
     if max(found.names, default=0) >= size:
-        raise CheckpointError(f"{where} has the token id {max(found.names)}, the model {size:,} tokens", REMEDY)
+        raise CheckpointError(f"{where} has the token id {max(found.names)}, but the model has {size:,} tokens", REMEDY)
     ids = {name: id for id, name in found.names.items()}
     pad = settings.get("pad_token")
     pad = pad.get("content") if isinstance(pad, Mapping) else pad

@@ -199,7 +199,7 @@ def _magnitude(found: Measurement, columns: int) -> Iterator[ValueFinding]:
 def _table(found: Measurement) -> Iterator[ValueFinding]:
     name = found.weight.name
     bad: tuple[tuple[BadRows, str, str], ...] = (
-        (found.outside, "names an expert that is not there", "range"),
+        (found.outside, "names an expert that does not exist", "range"),
         (found.twice, "names an expert twice", "twice"),
     )
     for rows, words, check in bad:

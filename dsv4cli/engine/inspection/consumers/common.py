@@ -22,7 +22,7 @@ def damage(consequence: str) -> Rule:
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         missing = checkpoint.identity.checkpoint.missing_files
         if missing:
-            yield Finding("no", and_more([f"{name}, which the index names, is not there" for name in missing]))
+            yield Finding("no", and_more([f"{name}, which the index lists, is missing" for name in missing]))
         elif checkpoint.damage:
             yield Finding("no", f"{and_more(checkpoint.damage)}; {consequence}")
         for sentence in checkpoint.identity.aliases:

@@ -30,7 +30,7 @@ def judge(
     what no other program could load: a single file, random weights.
     """
     if not isinstance(result.source, FolderSource | RemoteSource):
-        raise UsageError(f"{result.source.name} is not a whole checkpoint", "name a folder or a repository")
+        raise UsageError(f"{result.source.name} is not a whole checkpoint", "use a folder or a repository")
     checkpoint = subject_of(result, folder, files)
     if checkpoint is None or consumer not in _known(checkpoint.identity):
         name = result.source.name

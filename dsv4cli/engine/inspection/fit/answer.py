@@ -32,7 +32,7 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
     """
     source, identity = result.source, result.identity
     if isinstance(source, FileSource):
-        raise UsageError(f"{source.name} is only a part of a model", f"name its folder: {source.file.parent}")
+        raise UsageError(f"{source.name} is only a part of a model", f"use its folder: {source.file.parent}")
     if identity is None:
         assert result.problem is not None
         raise result.problem

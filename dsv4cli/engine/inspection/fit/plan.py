@@ -77,7 +77,7 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
     require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for their turn")
     if not machine.gpus and machine.cpu is None:
         raise UnsupportedHardware(
-            "this system does not say how much memory it has", "name it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
+            "cannot detect how much memory this system has", "set it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
         )
     model = SharedModel(config, formats, machine.host)
     shares = tuple(_shares(model, machine, context, batch))
