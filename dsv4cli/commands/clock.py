@@ -69,7 +69,7 @@ class Clock:
         return f"{self.rate:.1f} tokens/s" if self.rate >= 1 else f"{self.rate:.2g} tokens/s"
 
     def activity(self, waiting: bool) -> str:
-        """Text for a progress bar next to its count. waiting: kernels are being compiled."""
+        """Return text to show next to a progress bar's count. waiting: kernels are being compiled."""
         if waiting:
             return "compiling kernels …"
         return f"{self.rate:,.0f} tokens/s" if self.rate else "prefill"

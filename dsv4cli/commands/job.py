@@ -220,7 +220,7 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
 
 
 def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource") -> None:
-    """Print a line if the checkpoint has no drafter, and one if it does not tell its release."""
+    """Print a line if the checkpoint has no drafter, and one if it does not state its release."""
     from dsv4cli.engine.config.keys import RELEASE_KEY
 
     config = source.identity.config

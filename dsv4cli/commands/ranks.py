@@ -55,7 +55,7 @@ def opened_in_ranks(
 ) -> Iterator[T]:
     """Load the job's model in this process, or in `size` ranks led by it, and yield what `open_it` returns for it.
 
-    After that, the caller handles signals.
+    SIGINT and SIGTERM end the process while several ranks load. Inside the block, the caller handles signals.
     """
     if size == 1:
         with job.model() as model, open_it(job, model) as opened:
@@ -100,7 +100,7 @@ def left_by(out: Output) -> Callable[[int], None]:
 
 
 def follow(context: typer.Context, leader: int, device: str, port: int, rank: int, size: int) -> None:
-    """Follow another process as a rank: run its orders silently until there are none left."""
+    """Follow another process as a rank: run its steps silently until there are none left."""
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(leader)

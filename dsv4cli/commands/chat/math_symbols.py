@@ -1,4 +1,4 @@
-"""The commands and environments of LaTeX math that are known, and their Unicode characters."""
+"""The supported commands and environments of LaTeX math, and their Unicode characters."""
 
 
 def _pairs(text: str) -> dict[str, str]:

@@ -121,7 +121,8 @@ def _both(
     job: Job, options: ModelOptions, given: EvalOptions, tp: int | None, started: bool
 ) -> tuple[ModelResults, ModelResults | None] | None:
     """Return the results of two models on the same questions.
-     The second model uses the sampling defaults of the first, not its own. The inputs of both are checked before the
+
+    The second model uses the sampling defaults of the first, not its own. The inputs of both are checked before the
     first model is loaded.
     """
     if started:

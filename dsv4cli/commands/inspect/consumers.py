@@ -22,7 +22,7 @@ def show_verdict(
     folder: "Path | None" = None,
     files: "Collection[str] | None" = None,
 ) -> bool:
-    """Print whether another program would load the model, and return that. An unknown answer counts as False.
+    """Print whether another program would load the model. Return the answer; unknown counts as False.
 
     Args:
         folder: for a hub repository, the local folder with its configuration.

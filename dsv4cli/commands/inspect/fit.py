@@ -29,7 +29,7 @@ def show_fit(
     context: int,
     batch: int,
 ) -> bool:
-    """Print whether the model runs on this machine, or on `gpus` (such as 2x141GB) with `ram`, and return that.
+    """Print whether the model runs on this machine, or on `gpus` (such as 2x141GB) with `ram`. Return the answer.
 
     Raises the errors of `answer_fit` and `parse_machine`.
     """

@@ -132,7 +132,7 @@ def _release(identity: "Identity") -> "Iterator[tuple[str, str]]":
 
 
 def _gguf(identity: "Identity") -> "Iterator[tuple[str, str]]":
-    """Print the tensor types and the vocabulary; --json has the rest of the metadata."""
+    """Yield rows of the tensor types and the vocabulary; --json has the rest of the metadata."""
     from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 
     assert isinstance(identity, GgufIdentity)

@@ -226,8 +226,9 @@ def _raise_if_wrong(document: dict[str, Any]) -> None:
 
 def _again(document: dict[str, Any], old: dict[str, Any] | None, as_json: bool) -> list[dict[str, Any]]:
     """Return the operations to time a second time.
-     With --json, all of them, because later runs compare with the file. Otherwise those that seem to differ from the
-    baseline.
+
+    With --json these are all, because later runs compare with the file. Otherwise, they are those that seem to differ
+    from the baseline.
     """
     from dsv4cli.engine.profiling.compare import in_doubt
 

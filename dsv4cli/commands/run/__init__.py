@@ -1,4 +1,4 @@
-"""`dsv4 run`: answers prompts, or scores given texts with --score."""
+"""`dsv4 run`: answer prompts, or compute the log-probabilities of given texts with --score."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -26,7 +26,12 @@ if TYPE_CHECKING:
 
 
 class WantedAnswer(NamedTuple):
-    """One answer to generate. sample: its number; None if the question has one answer. digest: of prompt, options."""
+    """An answer to generate.
+
+    Attributes:
+        sample: Its number; None if the question has one answer.
+        digest: Hash of the prompt and the options.
+    """
 
     question: "Question"
     sample: int | None
@@ -166,8 +171,9 @@ def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer
 
 
 def answer_many(job: Job, many: AnswerBatch) -> None:
-    """Generate the answers, as JSON lines.
-     Without a file, they are printed in the order of the prompts, each as soon as those before it are complete. A file
+    """Generate the answers as JSON lines.
+
+    Without a file, they are printed in the order of the prompts, each as soon as those before it are complete. A file
     gets each answer at once, and is sorted at the end.
     """
     clock, before = Clock(), many.total - len(many.asked)

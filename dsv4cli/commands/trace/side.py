@@ -89,7 +89,7 @@ def chunk_of(job: Job) -> int:
 
 
 def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":
-    """Make the recordings of a plan, with progress on a terminal."""
+    """Make the recordings of a plan, with progress on a terminal. Return the manifest with all tokens."""
     from dsv4cli.engine.tracing.record import walked
 
     with job.out.counting("recording") as show:
