@@ -207,7 +207,7 @@ COMMANDS: Mapping[str, Slash] = {
     "set": Slash("[NAME=VALUE]", f"Show or set {', '.join(settings.SETTINGS)}.", settings.set_value),
     "read": Slash("FILE [QUESTION]", "Ask a question followed by the text of a file. Quote a name with spaces.", _read),
     "save": Slash("FILE", "Write the conversation as JSON messages.", _save),
-    "load": Slash("FILE", "Replace the conversation with one from such a file.", _load),
+    "load": Slash("FILE", "Replace the conversation with one from a file of JSON messages.", _load),
     "json": Slash("", "Print the conversation as JSON messages.", show_commands.show_json),
     "copy": Slash("", "Copy the last answer to the terminal's clipboard.", show_commands.copy),
     "stats": Slash("", "Show token counts and speed of this session.", show_commands.show_stats),

@@ -140,7 +140,7 @@ class Sides:
         with loaded(job, manifest.texts) as model:
             one = self._first(job, model, manifest, manifest)
             after = self._beside(one, job, model, "in a used slot", Company(before=others[-1:]))
-            return [after, self._beside(one, job, model, "beside others", Company(beside=others))]
+            return [after, self._beside(one, job, model, "in a batch with others", Company(beside=others))]
 
     def _manifest(self, job: Job, texts: "list[Text]") -> "TraceManifest":
         manifest = manifest_for(job, texts, self.parts)
