@@ -48,7 +48,7 @@ class Colours:
 
 
 class Output:
-    """Writer for stdout and stderr, for people or for `--json`. With `--json` or `quiet`, stderr has only errors."""
+    """Writer for stdout and stderr, as text or JSON. With `--json` or `quiet`, stderr has only errors."""
 
     def __init__(self, colours: Colours, as_json: bool = False, quiet: bool = False) -> None:
         self.colours = colours

@@ -38,7 +38,7 @@ class Term(NamedTuple):
 
 
 def readable_math(source: str) -> str:
-    """Return a formula, given with its delimiters, as text with the same line breaks; as it is if it cannot be read."""
+    """Return a formula, given with its delimiters, as text with the same line breaks; unchanged if unreadable."""
     inner = source
     for opening, closing in DELIMITERS:
         if source.startswith(opening) and source.endswith(closing) and len(source) > len(opening + closing):

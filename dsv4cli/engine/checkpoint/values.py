@@ -26,7 +26,7 @@ def form_of(weight: TensorSpec) -> Form:
 
 
 def words_of(weight: TensorSpec) -> str:
-    """Return the name of a tensor's storage format for people."""
+    """Return the readable name of a tensor's storage format."""
     form = form_of(weight)
     return form if form == "i64" else STORAGE[form].words
 

@@ -42,7 +42,7 @@ class StorageFormat:
     """The storage format of a matrix.
 
     Attributes:
-        words: name for people.
+        words: name in human-readable output.
         dtype: dtype of the weight in a safetensors header.
         expert_dtype: value of `expert_dtype` in config.json for experts in this format.
         codes: values packed in an element of the weight.

@@ -1,4 +1,4 @@
-"""The tensor table of a model for people: layer by layer, with experts and equal layers grouped; no torch."""
+"""The tensor table of a model in readable form: by layer, with experts and equal layers grouped. No torch."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -52,7 +52,7 @@ class TraceManifest:
         fed: whether each half of a block was fed the streams of another recording.
         drafter: whether the model has a drafter, which is not recorded.
         weights: identifies the weights; None if unknown.
-        how: backend, device, versions and the like, for people.
+        how: backend, device, versions and the like, for information only.
     """
 
     model: str

@@ -17,7 +17,7 @@ class TraceStage:
     """A point in a block whose values are recorded.
 
     Attributes:
-        words: description, for people.
+        words: description in human-readable output.
         group: the name that selects it in --what.
         per: what a row is: a token, a compressed entry, or a token with logits.
         choices: a row is a set of chosen numbers instead of values.
