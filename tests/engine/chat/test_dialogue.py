@@ -105,7 +105,7 @@ def test_the_room_for_answers(lengths, limits, expected):
     [
         ([[]], "the text has no tokens"),
         ([[1], [2, -1]], "text 1 has the token id -1"),
-        ([[1, 512]], "the text has the token id 512, the model's vocabulary is 0 to 511"),
+        ([[1, 512]], "the text has the token id 512, but the model's vocabulary is 0 to 511"),
         ([[1] * 11], "the text has 11 tokens: the context limit is 10 tokens$"),
     ],
 )
