@@ -35,7 +35,9 @@ def show_tensor(out: Output, source: "Inspectable", identity: "Identity | None",
     elif isinstance(source, FileSource):
         view = view_header(source.checkpoint, name)
     else:
-        raise UsageError(f"{source.name} has no files to read a tensor from", "use --layer or --tree, which need none")
+        raise UsageError(
+            f"{source.name} has no files to read a tensor from", "use --layer or --tree, which need no files"
+        )
     out.document(tensor_section(view))
     report_tensor(out, view)
     return not (view.values and any(finding.severity == "wrong" for finding in view.values.findings))

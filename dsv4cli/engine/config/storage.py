@@ -57,7 +57,7 @@ def check_storage(values: Mapping[str, Any], where: str) -> None:
         if not isinstance(value, str) or value not in EXPERT_DTYPES:
             known = ", ".join(EXPERT_DTYPES)
             raise CheckpointError(
-                f"{where}: {key} is {value!r}; known values are {known}", "correct it: it must say what the tensors are"
+                f"{where}: {key} is {value!r}; known values are {known}", "correct it to match the tensors"
             )
 
 
@@ -103,6 +103,6 @@ def _check(quantization: Mapping[str, Any], expected: Mapping[str, Any], where: 
     for key, value in expected.items():
         if quantization.get(key) not in (value, None):
             raise UnsupportedCheckpoint(
-                f"{where}: quantization_config.{key} is {quantization[key]!r}, the official layout has {value!r}",
+                f"{where}: quantization_config.{key} is {quantization[key]!r}; the official layout has {value!r}",
                 "use the official checkpoint (FP4 experts, FP8 linears)",
             )

@@ -96,5 +96,5 @@ def parse_part(text: str) -> Part:
     match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
     part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
     if not 1 <= part.index <= part.count:
-        raise UsageError(f"--shard {text!r} is not a part of a job", "give I/N with I from 1 to N, as in 2/8")
+        raise UsageError(f"--shard {text!r} is not a valid part", "give I/N with I from 1 to N, for example 2/8")
     return part

@@ -86,7 +86,7 @@ def select_files(listing: Listing, selection: Selection, index: Mapping[str, str
     if not chosen:
         raise UsageError(
             f"{listing.repository} has no files of the kind {' or '.join(sorted(selection.kinds))}",
-            f"it holds {', '.join(sorted({kind_of(file.name) for file in listing.files})) or 'no file'}",
+            f"it contains {', '.join(sorted({kind_of(file.name) for file in listing.files})) or 'no file'}",
         )
     return tuple(chosen)
 

@@ -31,7 +31,7 @@ FOR_EVER = timedelta(days=1000)
 def check_devices(size: int, device: torch.device) -> None:
     """Raise UsageError if one GPU is named for several ranks, UnsupportedHardware if there are too few GPUs."""
     if device.index is not None:
-        raise UsageError(f"--device {device} is one GPU, and each rank takes its own", "use --device cuda")
+        raise UsageError(f"--device {device} is one GPU, but each rank needs its own", "use --device cuda")
     count = torch.cuda.device_count()
     if device.type == "cuda" and size > count:
         raise UnsupportedHardware(

@@ -19,7 +19,7 @@ def resolve_backend(name: Backend, device: torch.device) -> Literal["triton", "t
     on_gpu = device.type == "cuda"
     if name == "triton" and not on_gpu:
         raise UnsupportedHardware(
-            f"--backend triton needs a GPU, and the device is {device}", "use --backend auto, which is torch here"
+            f"--backend triton needs a GPU, but the device is {device}", "use --backend auto, which selects torch here"
         )
     if not on_gpu or name == "torch":
         return "torch"

@@ -155,7 +155,7 @@ def _try(key: str, value: object, check: Any) -> None:
 def _stops(value: object) -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise UsageError('"stop" is neither a string nor a list of strings', "use the texts that end an answer")
+        raise UsageError('"stop" is neither a string nor a list of strings', "give the strings that end an answer")
     return tuple(texts)
 
 

@@ -109,7 +109,7 @@ def fill(
                 progress(done, total)
     missing = [name for name, left in waiting.items() if left]
     if missing:
-        raise CheckpointError(f"{len(missing)} tensors are missing, the first is {min(missing)}")
+        raise CheckpointError(f"{len(missing)} tensors are missing; the first is {min(missing)}")
     experts = 1 + max((spec.expert for spec in specs.values() if spec.expert is not None), default=-1)
     for spec in (spec for spec in own.values() if spec.dtype == "I64"):
         check_table(spec, destinations[spec.name], experts)

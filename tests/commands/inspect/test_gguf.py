@@ -129,7 +129,7 @@ def test_a_part_alone_is_named(folder, tmp_path):
     shutil.copy(folder / FILE, tmp_path / "m-00001-of-00002.gguf")
     code, out, _ = run("inspect", tmp_path / "m-00001-of-00002.gguf")
     assert code == 3
-    assert "m-00002-of-00002.gguf is missing, but m-00001-of-00002.gguf counts 2 files" in out
+    assert "m-00002-of-00002.gguf is missing, but m-00001-of-00002.gguf belongs to a set of 2 files" in out
 
 
 def test_a_shape_of_another_model_is_named(folder, tmp_path):

@@ -136,7 +136,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--stop", ""], 2, ["--stop cannot be an empty text"]),
         (["hi", "--device", "gpu"], 2, ["--device cannot be 'gpu'"]),
         (["hi", "--device", "cuda:99"], 4, ["--device cuda:99 does not exist"]),
-        (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, and the device is cpu"]),
+        (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, but the device is cpu"]),
         (["hi", "--think", "low"], 2, ['release v4 has no thinking level "low"']),
         (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "limit is 6 tokens, including the answer"]),
         (["a\udcffb"], 2, ["PROMPT is not UTF-8", "byte 0xff at offset 1"]),

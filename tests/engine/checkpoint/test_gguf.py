@@ -156,7 +156,7 @@ def test_files_that_count_themselves_are_one_model(tmp_path):
 
 def test_a_file_that_is_missing_or_of_another_place_is_named(tmp_path):
     parts(tmp_path, (0, 0))
-    with pytest.raises(CheckpointError, match=r"00002.* says that it is part 1, its name says 2"):
+    with pytest.raises(CheckpointError, match=r"00002.* has part number 1, but its name says 2"):
         read_model(tmp_path)
     (tmp_path / "m-00002-of-00002.gguf").unlink()
     with pytest.raises(CheckpointError, match=r"m-00002-of-00002\.gguf is missing"):

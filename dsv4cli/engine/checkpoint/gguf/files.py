@@ -47,7 +47,7 @@ def read_model(path: Path) -> GgufModel:
     for number, (file, header) in enumerate(zip(files, headers, strict=True)):
         if len(files) > 1 and header.metadata.get("split.no") != number:
             raise CheckpointError(
-                f"{file} says that it is part {_part_number(header)}, its name says {number + 1}",
+                f"{file} has part number {_part_number(header)}, but its name says {number + 1}",
                 download_again(file.parent, file.name),
             )
     return GgufModel(headers[0].metadata, _checkpoint(path, headers, stamps))
@@ -88,7 +88,7 @@ def _files(path: Path) -> tuple[Path, ...]:
     missing = [file for file in files if not is_there(file)]
     if missing:
         raise CheckpointError(
-            f"{missing[0]} is missing, but {first.name} counts {count} files",
+            f"{missing[0]} is missing, but {first.name} belongs to a set of {count} files",
             download_again(missing[0].parent, missing[0].name),
         )
     return files
