@@ -106,7 +106,7 @@ def test_every_command_line_can_be_typed(name):
         ("`--tempo 3`", "--tempo"),
         ("```\ndsv4 run Hi --tp two\n```", "two"),
         ("```\ndsv4 run Hi --gpu-memory 12\n```", "not a size"),
-        ("```\ndsv4 convert A B --to mp --shard 3of4\n```", "not a part"),
+        ("```\ndsv4 convert A B --to mp --shard 3of4\n```", "not a valid part"),
         ("```\ndsv4 inspect flash --fit --gpus many\n```", "many"),
         ("```\ndsv4 download flash --only weight\n```", "weight"),
         ("```\ndsv4 run --model random:flash,depth=3\n```", "depth"),
