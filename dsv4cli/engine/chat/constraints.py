@@ -18,7 +18,7 @@ class Constraints:
 
     @property
     def failure(self) -> str:
-        """Why a grammar among them failed, "" if none did."""
+        """The failure of the first failed grammar; "" if none failed."""
         return next((part.failure for part in self._parts if isinstance(part, Grammar) and part.failure), "")
 
     def forced(self) -> int | None:

@@ -37,7 +37,7 @@ class Demand:
     """The properties of a run that determine which kernels it launches.
 
     Attributes:
-        config, formats: of the model.
+        config, formats: the model's configuration and storage formats.
         dtype, simulate, exact: as in `Numerics`.
         ranks: number of tensor-parallel ranks.
         sequences: maximum batch size.

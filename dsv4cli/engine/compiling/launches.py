@@ -24,7 +24,7 @@ class Launch:
     """A kernel as specialized for a launch, in Triton's terms.
 
     Attributes:
-        module, name: of the function.
+        module, name: where to import the function from.
         key: Triton's key of this specialization of the function.
         signature: type of each argument.
         constants: values of constant arguments, by position.

@@ -59,7 +59,7 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
 
     Args:
         folder: the source. Keys of its root config.json that describe neither the model nor its storage are kept.
-        config, formats: of the output.
+        config, formats: the output's configuration and storage formats.
     """
     # random weights and GGUF have none
     has_config = any((folder / name).is_file() for name in (CONFIG, INFERENCE))

@@ -27,7 +27,7 @@ class Verification:
     Attributes:
         exact: matrices and plain tensors whose compared values are bit-identical.
         errors: relative L2 error of each of the others, worst first.
-        wrong: those among them that the conversion should have kept exact.
+        wrong: those in `errors` that the conversion should have kept exact.
         compared, values: values compared, and in total.
     """
 

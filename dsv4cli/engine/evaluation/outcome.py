@@ -19,7 +19,7 @@ class Outcome:
             would have written too.
         prompt_tokens: tokens of the prompt.
         tokens: tokens generated or scored after the prompt.
-        content, reasoning_content, finish_reason, seed: of a generated answer.
+        content, reasoning_content, finish_reason, seed: the generated answer's, if there is one.
         logprobs: log-probability of each choice, if choices were scored.
         nll: mean negative log-probability per token of the continuation or of the right choice, in nats.
         common_prefix: leading tokens of the continuation that are each the model's likeliest token (temperature 0).

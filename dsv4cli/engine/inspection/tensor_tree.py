@@ -22,7 +22,7 @@ EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 class Entry:
     """A matrix with its scales, or the equal matrices of a layer's experts; sizes are totals.
 
-    name: without the layer. shape: of the values. dtypes: of the weight and its scales.
+    name: without the layer. shape: the values' shape. dtypes: dtypes of the weight and its scales.
     """
 
     name: str

@@ -124,7 +124,7 @@ def _simple(
     """Return the case of an operation on activations of one shape.
 
     Args:
-        more: makes further small arguments.
+        more: makes additional small arguments.
     """
     count = torch.Size(shape).numel()
 

@@ -37,7 +37,7 @@ class StepAhead:
 
         It may if it decodes the same sequences in a captured step, at least one of them continues, and in between no
         request
-        joins, no graph must grow and no state is kept.
+        joins, no graph must grow and no state is cached.
         """
         requests = self._scheduler.active
         return (

@@ -11,7 +11,7 @@ class Usage:
 
     Attributes:
         running, waiting: requests.
-        slots, blocks: of the device's cache, used by sequences and by the prefix cache.
+        slots, blocks: slots and blocks of the device's cache that sequences and the prefix cache use.
         states: states in the prefix cache.
         device_bytes, host_bytes: memory of these states.
         hits: requests that had a cache hit since the engine was created.

@@ -41,7 +41,7 @@ def host_memory() -> HostMemory | None:
 
 
 def _of_a_mac() -> HostMemory | None:
-    """Return what vm_stat reports on macOS: unused pages and pages of files."""
+    """Return the available memory on macOS according to vm_stat: free and file-backed pages."""
     try:
         printed = subprocess.run([VM_STAT], capture_output=True, text=True, timeout=SECONDS, check=True).stdout
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -138,8 +138,8 @@ def judged_by_halves(
 
     Args:
         found: every stage, in order.
-        noise: of whole forward passes.
-        halves: of fed halves of blocks; None if unknown.
+        noise: noise of whole forward passes.
+        halves: noise of fed halves of blocks; None if unknown.
     """
     sharper = {} if halves is None else {_key(one): one for one in judged(found, halves)}
     is_equal = {(one.layer, one.stage): equal for one, equal in zip(found, _after_equal_streams(found), strict=True)}

@@ -60,12 +60,12 @@ class WidestStep:
         return ACTIVATION * self.hidden * (3 * streams + 2) + 3 * FP32 * self.tokens * streams * (streams + 1)
 
     def connections(self) -> float:
-        """Return the peak of connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
+        """Return the peak memory of connect_post: the streams, the sum and the product [T, N, N, D], all in fp32."""
         streams = self.config.hc_mult
         return self.base() + FP32 * self.hidden * (streams * (streams + 2) + 1)
 
     def linear(self, rows: int, columns: int, form: FormatName) -> float:
-        """Return the peak of a reference linear: its matrix in fp32, input and output in fp32 and rounded."""
+        """Return the peak memory of a reference linear: its matrix in fp32, input and output in fp32 and rounded."""
         widening, held = WIDENED[form]
         product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
         return max(
@@ -76,7 +76,7 @@ class WidestStep:
         )
 
     def projections(self) -> float:
-        """Return the peak of attention's projections: queries and their norm; grouped output with window keys."""
+        """Return the peak memory of attention's projections: queries and their norm; or output with window keys."""
         c, form = self.config, self.formats
         inner, width = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
         widening, held = WIDENED[form.output]
@@ -96,7 +96,7 @@ class WidestStep:
         )
 
     def compressor(self, ratio: int, width: int) -> float:
-        """Return the peak of a compressor: values and scores of the step, the rings and the new groups' members."""
+        """Return the peak memory of a compressor: values and scores of the step, the rings and new groups' members."""
         channels, span = (2 * width, 2 * ratio) if ratio == CSA else (width, ratio)
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
@@ -104,7 +104,7 @@ class WidestStep:
         return FP32 * (channels * (rows + self.config.hidden_size) + self.multiplied * self.config.hidden_size)
 
     def indexer(self) -> float:
-        """Return the peak of the compressors and the indexer: its queries, scores, sort order and selection."""
+        """Return the peak memory of the compressors and the indexer: its queries, scores, sort order and selection."""
         c, entries, tokens = self.config, self.entries[CSA], self.tokens
         before = self.base() + self.inputs() + ACTIVATION * (self.queries + tokens * c.q_lora_rank)
         pools = [self.compressor(ratio, c.head_dim) for ratio in (CSA, HCA) if ratio in c.compress_ratios]
@@ -141,7 +141,7 @@ class WidestStep:
         return made + ACTIVATION * (2 * self.batch * ring + self.tokens) * c.head_dim
 
     def attention(self) -> float:
-        """Return the peak of attention: two blocks of list rows; then fp32 sums while a block is added."""
+        """Return the peak memory of attention: while it reads list rows, or while it adds a block to the sums."""
         c = self.config
         lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
         rows = LIST_BLOCK * self.tokens * c.head_dim
@@ -151,7 +151,7 @@ class WidestStep:
         return self.base() + self.inputs() + lists + ACTIVATION * self.queries + max(reading, adding)
 
     def experts(self) -> float:
-        """Return the peak of the experts.
+        """Return the peak memory of the experts.
 
         It is one expert over its tokens, with the outputs of earlier experts, the input and the expert's rows of it; or
         all outputs while they are put in order. Attention's output is still alive, although already added to the
@@ -173,7 +173,7 @@ class WidestStep:
         )
 
     def expert(self, form: FormatName) -> float:
-        """Return the peak of one expert over all tokens: gate, up, their product, and a linear.
+        """Return the peak memory of one expert over all tokens: gate, up, their product, and a linear.
 
         The clamps need no more memory than rounding.
         """
@@ -183,7 +183,7 @@ class WidestStep:
         )
 
     def head(self) -> float:
-        """Return the peak of the head in fp32, the sequences' logits and sampling."""
+        """Return the peak memory of the head: its fp32 matrix, the sequences' logits, and sampling."""
         c = self.config
         matrix = WIDENED[self.formats.dense][1] * c.vocab_size * c.hidden_size
         return self.base() + matrix + 6 * FP32 * self.batch * c.vocab_size

@@ -218,7 +218,7 @@ class TritonStep:
         return (2 * c.hc_mult + 2) * self.own + self.tokens * narrow + self.queries + ACTIVATION * self.rows * heads
 
     def indexer(self) -> int:
-        """Return the peak of the indexer: all scores of a rank's rows, and the selection for these and all rows."""
+        """Return the peak memory of the indexer: scores of a rank's rows, and the selection for these and all rows."""
         entries, k = self.entries[CSA], self.config.index_topk
         kept = min(KEPT, entries) if entries > KEPT else 0
         operands = self.config.index_n_heads * (self.config.index_head_dim + ACTIVATION)
@@ -227,7 +227,7 @@ class TritonStep:
         return self.projected() + own + (self.tokens * chosen if self.divides else 0)
 
     def attention(self) -> int:
-        """Return the peak of attention.
+        """Return the peak memory of attention.
 
         It is the lists, and the heads with the queries; then the groups' output, also rounded, with the layer's output
         or with a dequantized matrix.
@@ -241,7 +241,7 @@ class TritonStep:
         return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + widened)
 
     def experts(self) -> int:
-        """Return the peak of the experts.
+        """Return the peak memory of the experts.
 
         It is the streams before and after attention and in the block; the input, also rounded; the outputs of the
         shared and the routed experts with their inner values; their sum, which is fp32 with several ranks.
@@ -253,7 +253,7 @@ class TritonStep:
         return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed)
 
     def head(self) -> int:
-        """Return the peak of the last streams, the sequences' logits and sampling."""
+        """Return the peak memory of the last streams, the sequences' logits and sampling."""
         return (
             self.config.hc_mult * (2 * self.own + self.hidden)
             + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks

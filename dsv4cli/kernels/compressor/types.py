@@ -15,8 +15,8 @@ class EntryPlan:
             0      1        2       3     4
             slot   member   start   end   row
 
-        slot: of the sequence. member: position of the group's first member; with overlap it is in the previous group,
-            so it may be negative. start, end: the sequence's positions in the step. row: its first row.
+        slot: the sequence's slot. member: position of the group's first member; with overlap it is in the previous
+            group, so it may be negative. start, end: the sequence's positions in the step. row: its first row.
 
         Members before the step are in the rings: position p is in row p mod capacity.
     entries: int64 [G], cell of each group's entry, -1 if it is not complete.

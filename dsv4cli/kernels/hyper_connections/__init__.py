@@ -45,7 +45,7 @@ def connect_post_pre(
 
     Args:
         x, streams, post, comb: as for connect_post.
-        connection: of the next sublayer.
+        connection: the next sublayer's connection.
         norm_weight: [D], of the next sublayer's norm; its epsilon is norm_eps, too.
 
     Returns the streams [T, N, D], the normed input [T, D], its post and its comb.

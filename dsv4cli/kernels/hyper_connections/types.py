@@ -13,9 +13,9 @@ class Connection:
         fn: fp32 [(2 + N) * N, N * D], rows pre, post, comb; for the head [N, N * D], rows pre.
         scale: fp32 [3] for pre, post, comb; for the head [1].
         base: fp32, one value per row of fn.
-        iterations: of Sinkhorn; 0 for the head, which has no comb.
+        iterations: Sinkhorn iterations; 0 for the head, which has no comb.
         hc_eps: added to pre and in the iterations.
-        norm_eps: of the norm of all streams.
+        norm_eps: eps of the norm of all streams.
     """
 
     fn: torch.Tensor

@@ -11,7 +11,7 @@ class KeyNorm:
 
     Attributes:
         weight: [d], of the keys' rms_norm.
-        eps: of both norms.
+        eps: eps of both norms.
         rounded: whether fp8_round is applied to the leading d - 2 * R dims of a key in blocks of 64, and hadamard and
             fp4_round to the indexer's queries in blocks of 32.
     """

@@ -20,7 +20,7 @@ MIN_SHIFT, MAX_SHIFT = -11, 9
 class NotRepresentable(ValueError):
     """The target format cannot represent a value.
 
-    reason: why. row, column: of the value in the argument, or of the first value of its block.
+    reason: why. row, column: position in the argument of the value, or of the first value of its block.
     """
 
     def __init__(self, reason: str, row: int, column: int) -> None:

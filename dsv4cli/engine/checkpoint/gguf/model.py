@@ -23,7 +23,7 @@ VALUES = Formats("f32", "f32", "f32")
 
 @dataclass(frozen=True)
 class GgufIdentity(FolderIdentity):
-    """The identity of GGUF files. metadata: of the first file."""
+    """The identity of GGUF files. metadata: the first file's metadata."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
 

@@ -33,7 +33,7 @@ def gguf_metadata(
     """Return every key of the first file.
 
     Args:
-        config, formats: of the output.
+        config, formats: the output's configuration and storage formats.
         texts: files that the source's folder lacks.
 
     Raises CheckpointError without a tokenizer.json, which llama.cpp needs.

@@ -45,7 +45,7 @@ CHAT_TEMPLATE = (
 
 
 def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str | None, where: str) -> dict[str, Any]:
-    """Return the keys of a vocabulary for a model of `size` tokens, tokenizer.json itself among them.
+    """Return the keys of a vocabulary for a model of `size` tokens, including tokenizer.json itself.
 
     Args:
         text: the content of tokenizer.json.
@@ -80,7 +80,7 @@ class _TokenizerFile:
     """The content of a tokenizer.json.
 
     Attributes:
-        names, types: of tokens by id.
+        names, types: name and type of each token, by id.
         patterns: the pre-tokenizer's patterns, in order.
     """
 

@@ -46,7 +46,7 @@ class MeasuredMatrix:
     """The results for one matrix, after all its rows.
 
     Attributes:
-        name: of the weight.
+        name: the weight's name.
         kind: name of the matrix without layer and expert.
         columns: 0 for a tensor that is not an operand of a matrix product.
         exponents: smallest and largest of its power-of-two scales.

@@ -51,7 +51,7 @@ class Statistics:
         return self.count > 1 and not self.not_finite and self.low == self.high
 
     def add(self, other: "Statistics") -> None:
-        """Merge the statistics of further values."""
+        """Merge the statistics of other values."""
         self.count += other.count
         self.not_finite += other.not_finite
         self.zeros += other.zeros

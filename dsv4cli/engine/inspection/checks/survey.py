@@ -28,7 +28,7 @@ STEP = 1 << 24
 class Family:
     """Statistics of all tensors of a family.
 
-    exponents: of the power-of-two scales. largest_in: the tensor with the largest value.
+    exponents: the exponents of the power-of-two scales. largest_in: the tensor with the largest value.
     """
 
     name: str

@@ -38,7 +38,7 @@ class InspectedCheckpoint:
 
     Attributes:
         name: the path or repository that other programs are given.
-        revision: of the repository, '' for the default.
+        revision: the repository's revision, '' for the default.
         config: content of the root config.json, empty if there is none.
         inference: content of inference/config.json.
         files: paths relative to the folder.

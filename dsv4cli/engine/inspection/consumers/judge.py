@@ -72,10 +72,10 @@ class ConsumerVerdict:
     """The verdict on a folder for one consumer.
 
     Attributes:
-        version: of the consumer, to which the facts apply.
+        version: the consumer's version that the rules were written for.
         loads: None if unknown.
         reasons: why it does not load, or why that is unknown.
-        notes: further notes.
+        notes: additional notes.
         command: the command that starts the consumer with the model, '' if it would not load it.
         remedy: what to do about the reasons, '' if there are none.
     """
@@ -142,7 +142,7 @@ def _ranks(checkpoint: InspectedCheckpoint) -> int:
 def start_command(consumer: Consumer, name: str, ranks: int = 0, revision: str = "") -> str:
     """Return the command that starts a consumer with a model.
 
-    ranks: number of GPUs, 0 for the consumer's default. revision: of a repository, '' for the default.
+    ranks: number of GPUs, 0 for the consumer's default. revision: the repository's revision, '' for the default.
     """
     gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
     if revision and consumer in ("vllm", "sglang"):

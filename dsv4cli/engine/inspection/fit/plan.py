@@ -62,7 +62,7 @@ class Fit:
 
     @property
     def missing(self) -> int:
-        """Bytes that each device of the nearest way lacks; 0 if it fits."""
+        """Bytes that each device lacks in the way to run that lacks the least; 0 if the model fits."""
         return self.nearest.missing
 
 

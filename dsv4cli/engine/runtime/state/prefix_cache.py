@@ -1,6 +1,6 @@
 """Prefix cache: states that earlier requests left, for requests whose prompts begin with the same tokens.
 
-A state is kept where a request asks for it, every `KEPT_EVERY` tokens of a prompt, and where a sequence ends. It is
+A state is cached where a request asks for it, every `KEPT_EVERY` tokens of a prompt, and where a sequence ends. It is
 found by a hash of its tokens up to a block boundary, and used if the tokens themselves are equal. The least recently
 used state is evicted first: to host memory, if there is any, and from there for good.
 """
@@ -95,7 +95,7 @@ class PrefixCache:
                 self._drop(state)
 
     def stop(self, request: Request) -> int:
-        """Return where the request's next chunk ends at the latest, so that a state can be kept there.
+        """Return where the request's next chunk ends at the latest, so that a state can be cached there.
 
         States that would be hardly longer than the cached prefix are skipped.
         """
@@ -107,11 +107,11 @@ class PrefixCache:
         return min([len(request.ids), *stops])
 
     def kept_at(self, request: Request, end: int) -> bool:
-        """Return whether the state is kept where a chunk ends."""
+        """Return whether the state is cached where a chunk ends."""
         return end in request.keep or (end % KEPT_EVERY == 0 and end < len(request.prompt))
 
     def gives(self, request: Request, end: int, other: Request) -> bool:
-        """Return whether the state kept at the end of a request's chunk would save tokens of another request."""
+        """Return whether a state cached at the end of a request's chunk would be a hit for another request."""
         if request.scored or other.scored or end - other.done <= NOT_WORTH or not self.kept_at(request, end):
             return False
         return other.pack().startswith(request.pack()[: ID_BYTES * end])

@@ -40,7 +40,7 @@ class KeptState:
 
 
 class StateIndex:
-    """The states of one prefix cache, in the order in which they were kept."""
+    """The states of one prefix cache, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._all: dict[KeptState, None] = {}

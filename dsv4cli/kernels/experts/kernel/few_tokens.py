@@ -269,7 +269,7 @@ def _fitting(tiles: ProductTiles, columns: int) -> ProductTiles:
 
 
 def _words(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a matrix as int32 words of codes, and its scales as words of 128 columns' scales; for FP8 as bytes."""
+    """Return a matrix's codes as int32 words, and the scales as words that each cover 128 columns (FP8: as bytes)."""
     weight, scale, _ = matrix
     assert scale is not None
     return weight.view(torch.int32), scale.view(SCALE_WORDS[weight.dtype])

@@ -49,7 +49,7 @@ def gate_up(
 ) -> None:
     """Compute `grouped_gemm.gate_up` into inner [P, I].
 
-    x: [T, D] as `grouped_operands.prepare` arranges it. pairs: of a tile.
+    x: [T, D] as `grouped_operands.prepare` arranges it. pairs: pairs in a tile.
     """
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
@@ -57,7 +57,7 @@ def gate_up(
 
 
 def down(inner: torch.Tensor, groups: Groups, weights: "ExpertWeights", outputs: torch.Tensor, pairs: int) -> None:
-    """Compute `grouped_gemm.down` into outputs [P, D]. pairs: of a tile."""
+    """Compute `grouped_gemm.down` into outputs [P, D]. pairs: pairs in a tile."""
     from dsv4cli.kernels.experts.kernel import warp_specialized
 
     matrix = _words(weights.w2)

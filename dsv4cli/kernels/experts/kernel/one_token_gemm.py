@@ -40,7 +40,7 @@ def _only(values):
 
 @triton.jit
 def _row_of(expert, rows):
-    """Return the experts' rows in the stacks. rows: None if they are the experts' numbers."""
+    """Return the experts' rows in the stacks. rows: the row of each expert; None if row and expert number are equal."""
     return expert if rows is None else tl.load(rows + expert, cache_modifier=".cg")
 
 

@@ -47,7 +47,7 @@ def products(x, groups: Groups, routing, first, second, out, limit, pairs) -> No
     Args:
         first, second: the words of matrices [E, N, K], each with the words of its scales; the same twice without
         routing.
-        pairs: of a tile, 64 or 128.
+        pairs: pairs in a tile, 64 or 128.
     """
     (_, rows, _), tiles, both = first[0].shape, len(groups.rows), routing is not None
     programs = min(tiles * (rows // (OWN if both else LINES).value), multiprocessors(x.device))

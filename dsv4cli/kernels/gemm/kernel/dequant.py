@@ -17,7 +17,7 @@ class Product:
 
     Attributes:
         rounded: whether its input is rounded to FP8.
-        dtype: of the result.
+        dtype: the result's dtype.
     """
 
     matrix: StoredMatrix

@@ -46,7 +46,7 @@ def linear(
 ) -> None:
     """Compute (codes * scale) @ dequantise(weight, weight_scale).T into y.
 
-    blocks: of features in a tile, one or two.
+    blocks: blocks of features in a tile, one or two.
     """
     (tokens, width), features = codes.shape, weight.shape[0]
     tiles = cdiv(tokens, 2 * ROWS.value) * (features // (blocks * FEATURES.value))
