@@ -6,8 +6,8 @@ streams into each block, or into each half of it, perturbed by as much as fp32 s
 (compare.rounding_of). It is compared for these rows:
 
 - The median row with the twin's upper quartile, and the 90th percentile with the twin's 95th: a twin is only one
-sample. - The worst row with the twin's worst row of that stage in any layer: an FP8 or FP4 code that rounds the other
-way is
+  sample.
+- The worst row with the twin's worst row of that stage in any layer: an FP8 or FP4 code that rounds the other way is
   rare, and a layer may have none.
 
 In whole forward passes, differences propagate from half to half, and so do the twin's. A half whose input streams are
