@@ -111,7 +111,7 @@ def test_what_is_no_file_of_results_stays_as_it_is(path, content):
 
 def test_one_process_writes_at_a_time(path):
     file = ResultsFile(path, HEADER)
-    with pytest.raises(UsageError, match="another process writes"):
+    with pytest.raises(UsageError, match="another process is writing"):
         ResultsFile(path, HEADER)
     file.close()
     assert not is_results(path.parent)
