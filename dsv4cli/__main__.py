@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-# what a terminal has to be read in by the time its session ends with this program: what is left then is lost
+# seconds for the terminal to read the last output: when its session ends with this program, unread output is lost
 SECONDS = 0.05
 
 
@@ -14,7 +14,7 @@ def main() -> None:
     code: object = 1
 
     def end() -> None:
-        # after all others' exit handlers: what Python would still do, take PyTorch and the GPU's memory apart, is long
+        # runs after all other exit handlers, and skips Python's slow teardown of PyTorch and GPU memory
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         if os.getsid(0) == os.getpid() and (sys.stdout.isatty() or sys.stderr.isatty()):

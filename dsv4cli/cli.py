@@ -132,7 +132,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     """Run the program and exit with a code from 0 to 7 (see the help), 130 after Ctrl-C, or 143 after SIGTERM."""
     signal.signal(signal.SIGTERM, _terminate)
-    # what torch's processes tell each other's logs is no part of the conversation
+    # log messages of torch's processes must not appear in a conversation
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -199,13 +199,13 @@ def _fail(error: Dsv4Error) -> None:
     try:
         Output(_colours()).error(error)
         sys.stdout.flush()
-    except (ReaderGone, OSError):  # nobody hears it, or a disk that is full has stderr too
+    except (ReaderGone, OSError):  # stderr has no reader, or is on the full disk too
         _be_silent()
     sys.exit(error.exit_code)
 
 
 def _be_silent() -> None:
-    # the interpreter flushes both streams at exit: give it something that takes the rest
+    # the interpreter flushes both streams at exit: redirect them to a file that accepts the remaining output
     devnull = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(devnull, stream.fileno())

@@ -40,7 +40,7 @@ PANELS = {
 PANEL_OF = {f"--{name}": panel for panel, names in PANELS.items() for name in names.split()}
 
 Function = TypeVar("Function", bound=Callable[..., None])
-# what a help page says of an option or an argument: the left and the right column
+# help text of an option or an argument: the left and the right column
 Row = tuple[str, str]
 
 

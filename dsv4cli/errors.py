@@ -116,7 +116,7 @@ def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
     kernel = launch.f_locals["self"]
     name = f"{kernel.__module__}.{kernel.__name__}".removeprefix("dsv4cli.kernels.").replace(".kernel.", ".")
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # of an error in the source Triton shows the source first
+    # for an error in the kernel's source, Triton prints the source first
     reason = lines[-1] if hasattr(error, "node") else lines[0]
     return UnsupportedHardware(
         f"the Triton kernel {name} does not run on {_card()}: {reason[:200]}",

@@ -22,12 +22,12 @@ from dsv4cli.progress import LineClock, WorkProgress, bar, told_regularly
 
 # ECMA-48: select graphic rendition
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
-# in JSON, which itself escapes only C0: DEL, C1, what turns directions; and some end a line at U+2028 and U+2029
+# escaped in JSON in addition to C0: DEL, C1, bidirectional controls, and U+2028 and U+2029, which can end a line
 DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *DIRECTIONS)}
-# what begins the lines that a narrow terminal makes of one
+# indentation of wrapped lines on a narrow terminal
 FOLDED = "    "
-# of a paragraph
+# columns of a paragraph
 WIDTH = 80
 # characters of a line of advice: a path may be that long (Linux's PATH_MAX), and a command is pasted whole
 LONGEST_ADVICE = 4096
@@ -54,7 +54,7 @@ class Output:
         self.colours = colours
         self.as_json = as_json
         self.silent = as_json or quiet
-        self._open: TextIO | None = None  # where a piece has left a line open
+        self._open: TextIO | None = None  # the stream whose last piece left a line open
         self._waiting = 0  # characters of a wait that is shown
         self._clock = LineClock()
 
@@ -181,7 +181,7 @@ class Output:
     def _told(self, text: str) -> bool:
         try:
             self.status(text)
-        except (ReaderGone, OSError):  # stderr is closed or its disk is full: the command's own next line will tell
+        except (ReaderGone, OSError):  # stderr is closed or its disk is full: the command's next line reports that
             return False
         return True
 

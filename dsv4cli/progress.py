@@ -12,7 +12,7 @@ from dsv4cli.harmless import brief_line
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-# short enough to see in a log that work goes on, long enough for work of days
+# short enough to show progress in a log, long enough for work that takes days
 SECONDS_BETWEEN_LINES = 30.0
 
 
@@ -27,7 +27,7 @@ def bar(label: str, coloured: bool, *columns: "ProgressColumn") -> Iterator[Call
         yield lambda **changes: None
         return
     words = TextColumn("{task.description}", markup=False)
-    # what goes to stdout appears above the bar where it is the same terminal, and nowhere else
+    # if stdout is a terminal, its output appears above the bar
     both = sys.stdout.isatty()
     with Progress(words, *columns, console=console, transient=True, redirect_stdout=both) as progress:
         task = progress.add_task(brief_line(label), total=None, rate="")

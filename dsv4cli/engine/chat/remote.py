@@ -69,7 +69,8 @@ class RemoteConversation:
             UsageError: the thinking level does not exist.
         """
         self.client, self.limits, self._warn = client, limits, warn
-        self._silent: NoAnswer | None = None  # set once it has not counted tokens in time; then it is not asked again
+        # set if the server fails to count tokens in time; then it is not asked again
+        self._silent: NoAnswer | None = None
         self.lookalikes: list[str] = []
         self.prompt_tokens = self.reused = self.prefilled = 0
         self.breakable = False

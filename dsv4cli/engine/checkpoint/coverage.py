@@ -97,7 +97,7 @@ def check_coverage(checkpoint: Checkpoint, specs: Mapping[str, TensorSpec]) -> C
     ]
     missing = [name for name in specs if name not in infos and name not in unpaired]
     unexpected = [name for name in infos if name not in specs]
-    # what is missing is said above
+    # missing tensors are already reported above
     index = {name: text for name, text in checkpoint.index_problems.items() if name in infos or name not in specs}
     names = [*missing, *unpaired, *(item.name for item in misshapen + mistyped), *unexpected]
     return Coverage(

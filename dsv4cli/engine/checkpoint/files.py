@@ -78,7 +78,7 @@ def check_unchanged(path: Path, before: Stamp) -> None:
     try:
         now = stamp(os.stat(path))
     except FileNotFoundError:
-        # what an open descriptor reads of a removed file is the file
+        # an open descriptor still reads the content of a removed file
         return
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check the file and its disk") from None

@@ -37,7 +37,7 @@ QUANTIZERS = {
     "torchao": Foreign("a torchao export"),
 }
 GGUF = Foreign("a GGUF model", "see who loads it with `dsv4 inspect {folder} --for llama.cpp`, or " + CONVERT)
-# what only the weights of a foreign model or of another tool have, by a pattern of tensor names; the first match counts
+# patterns of tensor names that only another model or another tool's export has; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),
     r"(^|\.)engram|\.bias_vl$": Foreign("a DeepSeek-V4.1 or vision model", "run it with vLLM or SGLang"),

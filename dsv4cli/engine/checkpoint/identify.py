@@ -42,9 +42,9 @@ from dsv4cli.engine.config.read import parse_config, read_config, read_json
 from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.errors import CheckpointError
 
-# the tensor that tells a drafter
+# tensors that identify the drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
-# what compressed-tensors calls what is known of it; with the last, groups have formats of their own
+# formats of compressed-tensors that are supported; in the last one, each group has its own format
 MIXED = "mixed-precision"
 COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", MIXED)
 # linear and experts -> a word for the layout
@@ -248,7 +248,7 @@ def _quantization(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _refuse_tensors(checkpoint: Checkpoint) -> None:
     every = re.compile("|".join(f"({pattern})" for pattern in FOREIGN_TENSORS), re.MULTILINE)
     if not every.search("\n".join(checkpoint.tensors)):
-        return  # of most: 70,000 names in one search
+        return  # usually: one search over 70,000 names
     names = [name for name in checkpoint.tensors if every.search(name)]
     for pattern, foreign in FOREIGN_TENSORS.items():
         found = next((name for name in names if re.search(pattern, name)), None)

@@ -68,7 +68,7 @@ def expected_tensors(config: ModelConfig, formats: Formats) -> dict[str, TensorS
     return {spec.name: spec for spec in _specs(config, formats)}
 
 
-@lru_cache(maxsize=4)  # 0.3 s for a release, of which one command asks several times
+@lru_cache(maxsize=4)  # takes 0.3 s for a release, and one command calls it several times
 def _specs(config: ModelConfig, formats: Formats) -> tuple[TensorSpec, ...]:
     table = _Table(config, formats)
     specs = [*table.top()]

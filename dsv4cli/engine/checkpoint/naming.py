@@ -60,7 +60,7 @@ SAVED_NAMES = {
     r"\.ape$": ".position_bias",
     r"\.wgate\.": ".gate_proj.",
 }
-# only there, beside a layer of transformers
+# matches only this scheme, even next to a layer with transformers' names
 SAVED_SIGN = re.compile(r"^model\.layers\.\d+\.attn\.")
 EXPERT = re.compile(r"(layers\.\d+)\.ffn\.experts\.(\d+)\.w([123])\.weight")
 # dimension that the official convert.py cuts, by the last component before .weight or .scale
@@ -151,7 +151,7 @@ class OfficialNaming(NamedTensors):
         return (Location(spec.name, spec.dtype, spec.shape),)
 
 
-# what compressed-tensors calls the parts of a packed matrix, by their role
+# compressed-tensors' names for the parts of a packed matrix, by role
 COMPRESSED_NAMES: Mapping[Role, str] = {
     "weight": "weight_packed",
     "scale": "weight_scale",

@@ -31,9 +31,9 @@ from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 CONFIG, METHOD = "config.json", "compressed-tensors"
 PACKED, SCALE = COMPRESSED_NAMES["weight"], COMPRESSED_NAMES["scale"]
-# of a matrix that an export has left as the release has it
+# scale name of a matrix that an export left in the release's format
 OFFICIAL_SCALE = "scale"
-# what stands beside packed integers and e4m3
+# names of the tensors that accompany packed integers and e4m3 codes
 COMPANIONS = (SCALE, "weight_shape", "weight_zero_point")
 REORDERED = "weight_g_idx"
 # dtypes in a header: two e2m1 codes a byte, which integers are not, and e4m3

@@ -12,7 +12,7 @@ from dsv4cli.engine.checkpoint.stored import NUMPY_DTYPES, Raw, StoredModel
 from dsv4cli.engine.checkpoint.values import decode, e4m3_values
 from dsv4cli.errors import CheckpointError
 
-# of packed integers
+# supported widths of packed integers
 BITS = (4, 8)
 # rows and columns of e4m3 that share a scale
 BLOCK = 128

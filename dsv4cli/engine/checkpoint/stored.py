@@ -78,7 +78,7 @@ class StoredModel:
         begin = location.begin * DTYPE_BITS[location.dtype] // 8 + start * row * kind.itemsize
         self._files.read(info, begin, wanted.reshape(-1).view(np.uint8).data)
         if location.reciprocal:
-            with np.errstate(divide="ignore"):  # what is no scale shows as one
+            with np.errstate(divide="ignore"):  # invalid scales (0, NaN) stay invalid
                 np.divide(1, wanted, out=wanted)
         return wanted
 

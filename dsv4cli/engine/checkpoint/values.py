@@ -14,7 +14,7 @@ from dsv4cli.kernels.formats import E2M1_VALUES, E8M0_BIAS, E8M0_NAN, FP4_BLOCK,
 Raw = NDArray[Any]
 Values = NDArray[np.float32]
 Form = FormatName | Literal["i64"]
-# the format of what is no matrix, by its dtype
+# format of tensors that are not matrices, by dtype
 PLAIN: Mapping[str, FormatName] = {"BF16": "bf16", "F32": "f32"}
 
 

@@ -2,7 +2,7 @@
 
 # tokens of one block of compressed entries: 32 of ratio 4, 1 of ratio 128
 BLOCK_TOKENS = 128
-# how many tokens can be taken back at once: a verification step of a drafter is at most this long
+# maximum tokens to roll back at once: a step that verifies draft tokens is at most this long
 ROLLBACK = 8
 # sequences in flight, and tokens in one step: bounds of the memory that a step takes
 MAX_SLOTS = 64

@@ -48,7 +48,7 @@ def check_agreement(root: Mapping[str, Any], inference: Mapping[str, Any], path:
     # 0731: the root file says one MTP layer, the inference file counts the three DSpark stages
     skipped = {"max_position_embeddings", "num_nextn_predict_layers", "rope_scaling", RELEASE_KEY}
     if inference.get("expert_dtype") is None and root.get("expert_dtype") != "fp4":
-        # the official script knows "fp4", and null for all else
+        # in the official script, the value is "fp4", or null for any other dtype
         skipped.add("expert_dtype")
     pairs = [(key, root[key], value) for key, value in inference.items() if key in root and key not in skipped]
     scaling = root.get("rope_scaling", {})

@@ -38,10 +38,10 @@ FP8_QUANTIZATION: dict[str, Any] = {
     "weight_block_size": [128, 128],
     "scale_fmt": "ue8m0",
 }
-# what ModelOpt's export adds where the experts are in NVFP4
+# keys that ModelOpt's export adds if the experts are NVFP4
 NVFP4_QUANTIZATION: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "group_size": 16}
 
-# keys with the one value that the architecture has; another value is another model
+# keys whose value the architecture fixes; a different value means a different model
 FIXED: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -56,7 +56,7 @@ FIXED: dict[str, Any] = {
     "topk_group": 1,
     "moe_layer_freq": 1,
 }
-# those of them that the releases write
+# the fixed keys that the releases write
 RELEASED = (
     "attention_bias", "hidden_act", "n_shared_experts", "norm_topk_prob", "num_key_value_heads", "scoring_func",
     "tie_word_embeddings", "topk_method",
@@ -109,14 +109,14 @@ COMPRESS_RATES = {name: ratio for ratio, name in LAYER_TYPES.items() if ratio}
 HASH_MLP, SCORE_MLP = "hash_moe", "moe"
 # YaRN multiplies cos and sin by nothing in DeepSeek-V4; transformers would derive 1.277 where this is absent
 ATTENTION_FACTOR = 1.0
-# keys of a rope table with the values that the official code's numbers stand for; it reads none of them
+# keys of a rope table and the values that match the official code, which reads none of them
 ROPE_FIXED: dict[str, tuple[Any, ...]] = {
     "attention_factor": (ATTENTION_FACTOR, None),
     "truncate": (True, None),
     "mscale": (0, 1, None),
     "mscale_all_dim": (0, 1, None),
 }
-# its keys that stand for official ones, or change no number of the forward pass
+# transformers' keys that duplicate official ones or do not affect the forward pass
 TRANSFORMERS_KEYS = {
     "layer_types", "compress_rates", "mlp_layer_types", "rope_parameters", "partial_rotary_factor", "mlp_bias",
     "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",

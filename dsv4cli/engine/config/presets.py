@@ -11,7 +11,7 @@ from dsv4cli.engine.config.keys import MODEL_TYPE
 Release = Literal["v4", "0731"]
 """The prompt encoder that a checkpoint was trained with: April 2026 (Flash, Pro), or 0731 and later."""
 RELEASES: tuple[Release, ...] = get_args(Release)
-# where a checkpoint does not tell: the prompt formats differ only in the texts for reasoning efforts
+# used if a checkpoint does not state its release: prompt formats differ only in the texts for reasoning efforts
 ASSUMED_RELEASE: Release = "v4"
 
 COMMON: dict[str, Any] = {

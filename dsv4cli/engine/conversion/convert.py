@@ -194,7 +194,7 @@ def compare_finished(
     if found.wrong:
         raise _differs(whole, found)
     manifest = Manifest(done.hashes, replace(done.origin, compared=check))
-    # where nothing can be written it is compared again next time
+    # if the folder is not writable, the next run compares again
     with suppress(OSError):
         write_file(whole.output / MANIFEST, manifest.content(), whole.output)
     return found

@@ -46,7 +46,7 @@ class HashedFile:
         self.path, self.nbytes, self.room = path, nbytes, room
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._sha256, self._hashed = hashlib.sha256(), 0
-        # what is written and not hashed, by its first byte: its last and, where it waits in memory, its content
+        # pieces written but not hashed yet, by offset: end offset, and the content if it waits in memory
         self._pieces: dict[int, tuple[int, memoryview | None]] = {}
         self._turn = threading.Lock()
         try:
@@ -84,7 +84,7 @@ class HashedFile:
             if stop.is_set():
                 raise Stopped
             if self._hashed not in self._pieces:
-                # of an earlier run, behind bytes of this one
+                # bytes of an earlier run, after bytes of this run
                 following = (begin for begin in self._pieces if begin > self._hashed)
                 self.has(self._hashed, min(following, default=self.nbytes))
             self._hash()

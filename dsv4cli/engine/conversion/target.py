@@ -28,7 +28,7 @@ FORMATS: Mapping[TargetName, Formats] = {
     "gguf": Formats("f32", "fp4", "bf16"),
     "compressed-tensors": Formats("bf16", "fp4", "bf16"),
 }
-# what --experts may say for a target; the first is its own
+# values of --experts for each target, the default first
 EXPERTS: Mapping[TargetName, tuple[FormatName, ...]] = {
     "official": ("fp4", "fp8", "bf16"),
     "bf16": ("bf16", "fp4", "fp8"),
@@ -40,7 +40,7 @@ EXPERTS: Mapping[TargetName, tuple[FormatName, ...]] = {
     "gguf": ("fp4", "bf16"),
     "compressed-tensors": ("fp4", "nvfp4"),
 }
-# targets whose matrices outside the experts have one choice beside their own
+# targets that support only bf16 for matrices outside the experts
 ONLY_BF16 = ("transformers", "gguf", "compressed-tensors")
 
 

@@ -13,9 +13,9 @@ from dsv4cli.engine.checkpoint.values import Values, decode, form_of, scale_rows
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.system.threads import Progress
 
-# of the row pieces of a matrix, one in this many is compared when a sample is enough
+# with --verify sample, one in this many pieces of rows is compared
 SAMPLE = 16
-# pairs of formats whose conversion loses nothing or is refused, beside a format and itself
+# pairs of formats whose conversion is exact or is refused; so is every format to itself
 EXACT_PAIRS = {("fp4", "bf16"), ("fp8", "bf16"), ("fp4", "fp8"), ("fp4", "nvfp4"), ("bf16", "f32")}
 EXACT_PAIRS |= {("fp8", "fp8_f32"), ("fp4", "fp8_f32")}
 

@@ -222,7 +222,7 @@ class _FileWriter:
         for item in batch:
             recipe = self.recoder.recipe(item.matrix)
             steps = list(chunks(item, step_bytes(self.recoder.device)))
-            # what the rows of a matrix share is found once, by one thread
+            # a value that the rows of a matrix share is computed once, by one thread
             for rows in [steps] if recipe.shares else [[step] for step in steps]:
                 yield partial(self._rows, item, recipe, rows, written)
 

@@ -171,7 +171,7 @@ class FolderDestination:
         return Path(path) if isinstance(path, str) else None
 
     def part(self, file: RemoteFile) -> Path:
-        # where huggingface_hub keeps its own unfinished files of such a folder
+        # where huggingface_hub stores its unfinished files for a local folder
         return self.folder / ".cache" / "huggingface" / "download" / (file.etag + PART)
 
     def lock(self, file: RemoteFile) -> Path:

@@ -19,7 +19,7 @@ from dsv4cli.engine.hub.files import LIBRARY, READ_SIZE, Digest, RemoteFile
 from dsv4cli.engine.hub.retry import HTTP_ERROR, BadConnection, DownloadStopped, is_local
 from dsv4cli.errors import HubError
 
-# how often a file that came with wrong bytes is fetched again
+# maximum number of times that a corrupt download is repeated
 REPAIRS = 2
 
 # there: was here and is right. fetched: came. repaired: was here, or came, with wrong bytes and came again.

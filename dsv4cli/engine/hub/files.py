@@ -16,7 +16,7 @@ from dsv4cli.engine.hub.retry import DownloadStopped, Retrier, RetryPolicy, expl
 from dsv4cli.errors import HubError, UsageError
 from dsv4cli.version import __version__
 
-# who asks, as the hub counts it
+# library name for the hub's statistics
 LIBRARY: dict[str, Any] = {"library_name": "dsv4", "library_version": __version__}
 SHA256 = re.compile(r"[0-9a-f]{64}")
 SHA1 = re.compile(r"[0-9a-f]{40}")
@@ -85,7 +85,7 @@ def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Li
     UsageError for an invalid repository name.
     """
     api = HfApi(**LIBRARY)
-    # who has no connection should not wait half a minute to hear so
+    # report a missing connection before half a minute has passed
     policy = replace(policy, attempts=min(policy.attempts, 4))
     retrier = Retrier(policy, threading.Event(), partial(explain, repository=repository, revision=revision))
     timeout = min(float(constants.HF_HUB_ETAG_TIMEOUT), policy.stall)

@@ -32,7 +32,7 @@ from dsv4cli.engine.hub.selection import kind_of
 from dsv4cli.engine.system.threads import Meter, do_all
 from dsv4cli.errors import CheckpointError
 
-# bytes asked for at once: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
+# bytes of the first request: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
 FIRST = 1 << 18
 # a larger file is no configuration
 MAX_SMALL = 1 << 26

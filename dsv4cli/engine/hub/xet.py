@@ -58,7 +58,7 @@ def fetch(context: DownloadContext, file: RemoteFile, damaged: bool) -> bool:
                     _keep(path, destination.part(file), shutil.copyfile)
                     path.unlink(missing_ok=True)
                 return False
-        except (HTTP_ERROR, OSError, RuntimeError, ValueError):  # what hf_xet and huggingface_hub raise
+        except (HTTP_ERROR, OSError, RuntimeError, ValueError):  # errors of hf_xet and huggingface_hub
             return False
 
 

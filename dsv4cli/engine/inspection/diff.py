@@ -22,8 +22,8 @@ from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 
 SCHEMA = "dsv4.diff/1"
-# identical: the same bytes. equal: the same values in other bytes. zero_signs: the same but for the sign of zeros.
-# unreadable: the values of one of the two cannot be read, or the shapes differ
+# identical: the same bytes. equal: the same values in other bytes. zero_signs: the same except for the sign of zeros.
+# unreadable: the values of one side cannot be read, or the shapes differ
 MatrixVerdict = Literal["identical", "equal", "zero_signs", "different", "unreadable"]
 # matrices that a converter may mix up
 TWINS = {".w1": ".w3", ".w3": ".w1"}

@@ -18,10 +18,10 @@ from dsv4cli.engine.inspection.sources import FileSource, Inspectable, RemoteSou
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint, UsageError
 
 SCHEMA = "dsv4.inspect/1"
-# of the document: what is asked for by an option, null otherwise
+# sections of the document that an option adds; null otherwise
 SECTIONS = ("values", "tensor", "layer", "tree", "verdict", "fit", "diff")
 CONFIGS = ("config.json", "inference/config.json")
-# entries of a list, or characters of a text, of a GGUF file's metadata that are told
+# maximum list entries or characters shown of a value in a GGUF file's metadata
 LONGEST = 200
 
 

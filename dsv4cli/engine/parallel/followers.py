@@ -18,7 +18,7 @@ from dsv4cli.engine.parallel.processes import joined, rendezvous_addresses
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.errors import RankLost
 
-# how long followers that have been dismissed may take to end
+# seconds that dismissed followers have to exit
 GRACE_SECONDS = 5
 
 

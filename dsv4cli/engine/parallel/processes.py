@@ -22,9 +22,9 @@ from dsv4cli.engine.parallel.world import World, lost_others
 from dsv4cli.errors import RankLost, UnsupportedHardware, UsageError
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, buffer_shape
 
-# how long a rank that fails because of another waits to be ended by who has started it, and sees that other first
+# seconds that a rank waits after another rank's failure, so that its launcher sees that rank's exit first
 GRACE_SECONDS = 10
-# how long a rank waits for what it is to do
+# how long a rank waits for its next order
 FOR_EVER = timedelta(days=1000)
 
 
@@ -153,7 +153,7 @@ def _symmetric_buffers(rank: int, numbers: list[int], device: torch.device) -> S
     except RuntimeError:  # memory that the driver does not share
         pass
     sums = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
-    # nobody sends before all have reported that theirs is there
+    # no rank sends before every rank has reported that its buffer exists
     return SymmetricBuffers(rank, buffers, sums) if all(_gathered(bool(buffers))) else None
 
 

@@ -159,7 +159,7 @@ SINGLE = World()
 
 def lost_others(error: BaseException) -> bool:
     """Return whether an error means that another rank is gone."""
-    # gloo has no class of its own for it
+    # gloo has no specific error class for this
     return isinstance(error, torch.distributed.DistError) or (
         isinstance(error, RuntimeError) and "onnection" in str(error)
     )

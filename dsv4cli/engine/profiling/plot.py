@@ -11,7 +11,7 @@ from dsv4cli.errors import UsageError
 
 SUFFIXES = (".png", ".svg")
 SIZE, DPI = (14.0, 7.5), 120  # inches, dots per inch
-# of the picture's width and height: the panels; the rest is the title, the axes' names and the key
+# position of the panels as fractions of the figure; title, axis labels and legend are outside
 PANELS = {"left": 0.06, "right": 0.78, "bottom": 0.09, "top": 0.89, "wspace": 0.06, "hspace": 0.24}
 MAX_COLUMNS = 3  # panels side by side
 # the size of a number in points, and the width of a digit as a fraction of it

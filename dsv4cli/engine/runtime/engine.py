@@ -54,7 +54,7 @@ class Engine:
         drafts = drafting.most != 0 and model.config.drafter != "none"
         capacity = replace(capacity, drafts=drafts, chunks=step_ms is not None)
         self.runner = Runner(model, capacity, device)
-        # in steps of so many rows each has the bits that it has alone; a GPU without exactness promises none
+        # up to this many rows, each row has the same bits as alone; a GPU without `exact` guarantees nothing
         on_gpu = self.runner.cache.device.type == "cuda"
         rows = ROWS_EXACT if model.numerics.exact and on_gpu else MAX_SLOTS
         shared = rows if model.numerics.exact or not on_gpu else None
@@ -97,7 +97,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # else a step may be under way, which graphs that go would wait for
+        if kind is None:  # after an error a step may still run, and freeing graphs would wait for it
             self.runner.close()
 
     @property
@@ -171,7 +171,7 @@ class Engine:
         scheduler = self.runner.scheduler
         pick = self._pick()
         requests = scheduler.of(pick)
-        own = requests[: len(pick.decoding) or None] if pick else requests  # without prompts behind those that decode
+        own = requests[: len(pick.decoding) or None] if pick else requests  # without prompts after the decoding ones
         count = 0 if self._plan is None else self._plan.begin(own, scheduler.active)
         drafted = [[one.number, one.drafts] for one in requests if one.drafts]
         # a drafter may have to follow a step once more, which is gone when the next one runs
@@ -183,7 +183,7 @@ class Engine:
             self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
             if self._plan is not None:
                 self._plan.take(ran.ready, tokens, drafts)
-                if ran.ready and not self.runner.preparing.happened:  # else nothing has waited for the device
+                if ran.ready and not self.runner.preparing.happened:  # otherwise nothing waited for the device
                     self._plan.time(ran.chunks, count, self._drawing.watch.seconds())
             if self._pacer is not None:
                 self._pacer.note(pick, ran.chunks, self.runner.preparing.happened)

@@ -103,7 +103,7 @@ def _check_length(length: int, config: ModelConfig, most: int, which: str, answe
 
 def _knows_all(request: Request, config: ModelConfig) -> bool:
     """Return whether all ids are in the vocabulary. Fast for long prompts."""
-    import numpy as np  # what refuses a prompt needs neither this nor torch
+    import numpy as np  # imported here: the checks that reject a prompt need neither numpy nor torch
 
     try:
         ids = np.frombuffer(bytes(request.pack()), ID)

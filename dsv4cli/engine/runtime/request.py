@@ -9,7 +9,7 @@ from dsv4cli.engine.config.capacity import USUAL_CHUNK
 from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.settings import Limits, Sampling
 
-# of a token id where they are packed: int32
+# array typecode of packed token ids: int32
 ID = "i"
 ID_BYTES = array(ID).itemsize
 # (token id, natural logarithm of its probability at temperature 1)

@@ -88,7 +88,7 @@ class Runner:
             runs = self.scheduler.remove(request)
             if runs and request.sequence is not None:
                 self.ahead.take_back(request)
-                # else its last step has given no tokens: what it has left may be unsound
+                # a caught-up request's last step returned no tokens, so its state may be invalid
                 if self.prefixes is not None and not request.caught_up:
                     self.prefixes.keep(request)
                 self.cache.free(request.sequence)

@@ -12,7 +12,7 @@ from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.errors import NotEnoughMemory, UnsupportedHardware
 from dsv4cli.kernels.card import is_there
 
-# a step of at most so many tokens through weights of at most so many bytes is computed by one thread on a CPU
+# on a CPU, one thread computes steps of up to this many tokens through weights of up to this many bytes
 ONE_THREAD_TOKENS, ONE_THREAD_BYTES = 512, 64 * 10**6
 
 

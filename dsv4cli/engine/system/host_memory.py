@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 MEMINFO = Path("/proc/meminfo")
-# this process's control groups, and where their files lie
+# this process's control groups, and the root of their files
 GROUPS = Path("/proc/self/cgroup")
 CGROUP = Path("/sys/fs/cgroup")
-# of cgroup v2 and v1: the limit, what is used, and among it the pages of files, which the kernel takes back
+# cgroup v2 and v1: limit, usage, and the file-backed part of the usage, which the kernel can reclaim
 FILES = {
     "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
 
-# where there are no such files, as on macOS: what its pages are used for
+# without these files, on macOS: the tool that reports page usage
 VM_STAT, SECONDS = "/usr/bin/vm_stat", 5
 FREE_PAGES = ("free", "inactive", "speculative")
 

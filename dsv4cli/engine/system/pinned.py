@@ -48,7 +48,8 @@ class PageFaulter:
     def __init__(self, block: torch.Tensor) -> None:
         """Create the thread for a block from `host_block`; `want` starts it."""
         self._block, self._wanted, self._thread = block, 0, Thread()
-        self.nbytes = 0  # that are there, from the first one on; or that the system does not give so
+        # committed bytes from the start of the block; they also count if the system cannot commit pages this way
+        self.nbytes = 0
 
     def want(self, nbytes: int) -> None:
         """Request that the first `nbytes` of the block be committed."""
@@ -58,7 +59,7 @@ class PageFaulter:
             self._thread.start()
 
     def _populate(self) -> None:
-        library = ctypes.CDLL(None)  # whose functions run beside Python's threads
+        library = ctypes.CDLL(None)  # its functions release the GIL
         while self.nbytes < self._wanted:
             part = self._block[self.nbytes :][:POPULATED_AT_ONCE]
             address, size = ctypes.c_void_p(part.data_ptr()), ctypes.c_size_t(whole_pages(len(part)))

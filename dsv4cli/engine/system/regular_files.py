@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dsv4cli.errors import CheckpointError
 
-# what a name of a checkpoint may stand for instead of a file
+# kinds of files that are not regular files, by mode
 KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFCHR: "a device",
@@ -30,7 +30,7 @@ def is_there(path: Path) -> bool:
 def open_file(path: Path) -> int:
     """Return a descriptor for reading. Raises CheckpointError for a pipe, device or socket, else OSError."""
     _check(path, os.stat(path))
-    # a pipe that has taken the file's name meanwhile does not block
+    # non-blocking, in case a pipe has replaced the file since the check
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         _check(path, os.fstat(descriptor))

@@ -24,7 +24,7 @@ ALIGNMENT = 32
 # numbers of the value types, and how struct reads those of one size
 STRING, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-# a number is written as u32, but for these keys of a model in several files (llama.cpp, gguf-split)
+# numbers are written as u32, except these keys of a model in several files (llama.cpp, gguf-split)
 UINT16, UINT32, INT32, FLOAT32, BOOL = 2, 4, 5, 6, 7
 SPLIT_TYPES = {"split.no": UINT16, "split.count": UINT16, "split.tensors.count": INT32}
 # ggml has no more dimensions; no header of a real model has more keys or longer names

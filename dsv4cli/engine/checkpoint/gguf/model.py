@@ -16,7 +16,7 @@ from dsv4cli.engine.config.gguf import parse_gguf
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UnsupportedCheckpoint
 
-# how a tensor of a type is seen: FP4 where its blocks are MXFP4, else as values
+# formats in which a tensor type is read: MXFP4 blocks as FP4, others as values
 VIEWS = {"MXFP4": Formats("f32", "fp4", "bf16"), "BF16": Formats("bf16", "bf16", "bf16")}
 VALUES = Formats("f32", "f32", "f32")
 

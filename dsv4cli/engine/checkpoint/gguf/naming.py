@@ -22,7 +22,7 @@ TOP = {
     "hc_head_base": "output_hc_base.weight",
     "hc_head_scale": "output_hc_scale.weight",
 }
-# of a layer, behind `layers.N.` and `blk.N.`
+# names within a layer, after `layers.N.` and `blk.N.`
 LAYER = {
     "hc_attn_fn": "hc_attn_fn.weight",
     "hc_attn_base": "hc_attn_base.weight",

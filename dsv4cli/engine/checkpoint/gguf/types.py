@@ -29,7 +29,7 @@ TYPES = {
     "NVFP4": BlockType(40, 64, 36), "Q1_0": BlockType(41, 128, 18),
 }  # fmt: skip
 NAMES = {kind.number: name for name, kind in TYPES.items()}
-# those whose values can be read
+# types whose values can be read
 READABLE = ("F32", "F16", "BF16", "I32", "Q8_0", "MXFP4")
 # bits of a value
 BITS = {name: kind.nbytes * 8 / kind.values for name, kind in TYPES.items()}

@@ -67,7 +67,7 @@ def _plan(
         for tensor, (begin, _) in zip(tensors, places, strict=True)
         for matrix, weight in owners[tensor].items()
     ]
-    # a matrix begins behind the one before it, or behind padding
+    # a matrix begins right after the previous one, or after padding
     ends = [len(header), *(end for _, end in places)]
     gaps = [(end, begin) for end, (begin, _) in zip(ends, places, strict=False) if end < begin]
     work = in_batches(sorted(items, key=lambda item: item.slots[0].offset))

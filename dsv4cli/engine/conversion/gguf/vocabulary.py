@@ -18,7 +18,7 @@ TYPES, MERGES, PRE, WHOLE = (
     "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.pre", "tokenizer.huggingface.json",
 )  # fmt: skip
 TEMPLATE = "tokenizer.chat_template"
-# how the releases cut text, which llama.cpp calls by the name of the first model that it met it in
+# pre-tokenizer patterns of the releases; llama.cpp names them after the first model that used them
 DEEPSEEK_PATTERNS = (
     r"\p{N}{1,3}",
     "[一-龥぀-ゟ゠-ヿ]+",

@@ -12,19 +12,19 @@ from dsv4cli.engine.inspection.checks.statistics import Statistics
 
 # wrong: the model does not compute what its publisher meant. suspicious: a person should know why
 Severity = Literal["wrong", "suspicious"]
-# what a matrix multiplies the RMS of its input by, RMS * sqrt(columns): 1 to 10 where it is trained (wo_a of Pro: 1.7);
+# gain of a matrix (factor on its input's RMS): RMS * sqrt(columns). Trained matrices have 1 to 10 (wo_a of Pro: 1.7);
 # FP8 codes without their scales give thousands, FP4 codes 160 and more
 GAIN: dict[Severity, float] = {"wrong": 256.0, "suspicious": 64.0}
 # RMS over the median of the same matrix in all layers: trained layers are within a few times of each other; FP8 codes
 # without their scales are 2^9 to 2^12 too large
 SPREAD: dict[Severity, float] = {"wrong": 256.0, "suspicious": 32.0}
-# how many there must be to say which one is odd
+# minimum group size to tell which member is an outlier
 MEMBERS = 3
 # share of zeros above the median of the same matrix: a hole of a tenth of a tensor
 HOLE = 0.1
-# largest magnitude of what is no matrix: norms multiply, biases and sinks are added to numbers below 100
+# largest magnitude outside matrices: norms multiply, biases and sinks are added to numbers below 100
 LARGEST: dict[Severity, float] = {"wrong": 1e8, "suspicious": 1e4}
-# zeros of one sign that are no chance, by 2^-64
+# number of zeros of one sign that cannot be chance (p = 2^-64)
 ZEROS = 64
 # rows are looked up in these, nothing is multiplied by them
 LOOKED_UP = {"embed", "markov_head.markov_w1"}

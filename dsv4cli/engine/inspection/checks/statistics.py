@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 Values = NDArray[np.float32]
 # squares of fp32 values within these magnitudes neither overflow nor vanish
 SAFE = (1e-12, 1e12)
-# values whose products are added in fp32, before the sums are added in fp64; BLAS begins threads of its own above 10^4
+# values whose products are added in fp32, before the sums are added in fp64; BLAS starts its own threads above 10^4
 ROW = 4096
 
 

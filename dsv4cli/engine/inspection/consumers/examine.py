@@ -15,7 +15,7 @@ from dsv4cli.engine.inspection.sources import RemoteSource
 from dsv4cli.errors import UnsupportedCheckpoint, UsageError
 from dsv4cli.harmless import shell_word
 
-# of a layout that most do not read, those of which it is known what they do with it; of dsv4 its own loader says it
+# consumers that have rules for GGUF and for packed layouts; most programs do not read these. dsv4's own loader decides
 GGUF_READERS: tuple[Consumer, ...] = ("llama.cpp", "ds4", "dsv4")
 PACKED_READERS: tuple[Consumer, ...] = (*GGUF_READERS, "official")
 

@@ -16,9 +16,9 @@ LLAMA_VERSION = "llama.cpp (September 2026)"
 DS4_VERSION = "ds4 (August 2026)"
 CUTTER = "tokenizer.ggml.pre"
 KNOWN_CUTTERS = ("joyai-llm", "deepseek-v3")
-# how ds4's own files are made; their matrices have the types that its kernels take
+# how to make ds4's own files, whose matrices have the types that its kernels support
 DS4_FIX = "make ds4's own file with its gguf-tools/deepseek4-quantize, from what `dsv4 download flash` fetches"
-# type that ds4 has a kernel for, by the end of a name; what is not named here may be of several
+# type that ds4 has a kernel for, by the end of the tensor's name; other tensors can have several types
 DS4_TYPES: Mapping[str, str] = {
     "token_embd.weight": "F16",
     "hc_fn.weight": "F16",

@@ -31,10 +31,10 @@ RULES: Mapping[Consumer, tuple[Rule, ...]] = {
     "official": scripts.RULES,
     "llama.cpp": gguf.LLAMA_RULES,
     "ds4": gguf.DS4_RULES,
-    # whose command asks a question
+    # its start command sends a prompt, so it needs a tokenizer
     "dsv4": (common.tokenizer(fatal=True),),
 }
-# how the facts are known, where they were not tried
+# where the facts come from, if they were not tested
 SOURCES: Mapping[Consumer, tuple[str, ...]] = {
     "vllm": ("known from vLLM's source, not from running it",),
     "sglang": ("known from SGLang's source, not from running it",),

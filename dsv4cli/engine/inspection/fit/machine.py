@@ -14,14 +14,14 @@ CAPABILITY = re.compile(r"(\d+)\.(\d+)", re.ASCII)
 # the compute capability from which the kernels run, as kernels/card.py has it, which loads torch
 OLDEST = (8, 0)
 GPUS = re.compile(r"(?:(\d{1,4})\s*[x×]\s*)?(\S.*)", re.ASCII | re.IGNORECASE)
-# what is written on cards and on machines is GiB and TiB
+# labels of GPUs and machines that say GB or TB mean GiB and TiB
 UNITS = {"G": 2**30, "T": 2**40}
 LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNORECASE)
-# of what is written on a card or a machine, the hundredths that are free when nothing runs
+# percentage of the labeled size that is free when nothing runs
 FREE_OF_GPU, FREE_OF_RAM = 98, 95
 # a GPU that a user names by its size
 SIZED = "GPU of "
-# MiB that nvidia-smi tells of cards
+# MiB that nvidia-smi reports for GPUs
 CARDS = {
     "A10": 23028, "A40": 46068, "A100": 81920, "A6000": 49140, "L4": 23034, "L40": 46068, "L40S": 46068, "H20": 97871,
     "H100": 81559, "H200": 143771, "B200": 183359, "3090": 24576, "4090": 24564, "5090": 32607, "PRO6000": 97887,

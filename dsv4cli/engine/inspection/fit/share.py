@@ -16,7 +16,7 @@ from dsv4cli.engine.weights.reserve import Reserve, Workload, reserves
 from dsv4cli.engine.weights.sizes import RankSizes, is_drafter, measure
 from dsv4cli.errors import NotEnoughMemory
 
-# what CUDA takes before loading asks how much is free: 0.65 GB on an H200 with torch 2.11
+# memory of the CUDA context before loading queries the free memory: 0.65 GB on an H200 with torch 2.11
 CUDA_CONTEXT = 65 * 10**7
 # Python, PyTorch's libraries and the tokenizer
 CPU_RESERVE = 5 * 10**8
@@ -89,7 +89,7 @@ class SharedModel:
         self.formats = formats
         self.host = host
         self._table = list(loaded_tensors(config, formats).values())
-        # of experts, which are many and alike, one
+        # one tensor per kind: the many experts are alike
         self._kinds = list({(spec.dtype, spec.shape, spec.shard): spec for spec in self._table}.values())
         self._sizes: dict[int, RankSizes] = {}
         self._whole: dict[bool, dict[str, int]] = {}

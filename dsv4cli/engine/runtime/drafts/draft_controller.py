@@ -10,18 +10,18 @@ from itertools import pairwise
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime.step_sizes import batch_size
 
-# the chances that drafters report, in so many bins, each with so many drafts that bear the report out to begin with
+# bins of the drafter's reported probabilities, and the number of imaginary drafts per bin that initially confirm them
 BINS, BELIEF = 10, 2.0
-# what one more step adds to a mean of times, and to one of chances; what one more draft leaves of a bin
+# weight of a new step in the mean of times, and in the mean of probabilities; decay of a bin per new draft
 RATE, SOON, FORGET = 0.1, 0.2, 0.99
-# how likely drafts are taken to be at first; and how likely they must be to be verified before a step was timed
+# initial acceptance probability; and the minimum to verify drafts before any step was timed
 FIRST_GUESS, WORTH_A_TRY = 0.8, 0.25
-# where drafts do not pay, one step in so many makes one, for that may change; the next do too while so many times as
-# many of these are right as was thought, and at most so many steps after
+# while drafts do not pay, one step in PROBE still drafts, because that can change; the next steps draft too while
+# SURPRISE times as many drafts as expected are accepted, but at most PATIENCE steps
 PROBE, SURPRISE, PATIENCE = 128, 1.5, 3
-# of a step of fewer rows than any that was timed: the share of its time that rows do not change, at least
+# steps with fewer rows than any timed one: minimum share of the time that does not depend on rows
 FIXED_SHARE = 0.5
-# of a step of more rows than any that was timed: what each adds at least, as a share
+# steps with more rows than any timed one: minimum time per added row, as a share
 LEAST_ROW = 0.05
 
 
@@ -122,7 +122,7 @@ class DraftController:
 
     def note_drafts(self, chances: Sequence[float], verified: int, accepted: int) -> None:
         """Add one sequence's step: its draft tokens' probabilities, how many were verified and how many accepted."""
-        for number in range(self._most if chances else 0):  # those behind the last are taken to be worth as much
+        for number in range(self._most if chances else 0):  # drafts beyond the last count as the last
             self._mean[number] += SOON * (self.believed(chances[min(number, len(chances) - 1)]) - self._mean[number])
         if verified:
             self._thought, self._right = self._thought + self.believed(chances[0]), self._right + min(accepted, 1)

@@ -20,7 +20,7 @@ class DraftSteps:
     def __init__(self, drafter: Drafter, graphs: GraphRunner | None, device: torch.device) -> None:
         self.drafter = drafter
         self._graphs, self._device = graphs, device
-        # of each captured step, by how many drafts are made and how they are drawn
+        # captured drafter steps of each captured step, by number of drafts and kind of sampling
         self._steps: WeakKeyDictionary[CapturedStep, dict[tuple[int, Kind], CapturedDraft]] = WeakKeyDictionary()
 
     def after(

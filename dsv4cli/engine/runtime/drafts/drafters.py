@@ -19,10 +19,10 @@ from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
 from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.kernels.sampling import chance_of
 
-# draws a token int64 [B] from each row of logits fp32 [B, V]; the number counts the drafts of a step from 0
+# samples a token int64 [B] from each row of logits fp32 [B, V]; the number counts the drafts of a step from 0
 Choose = Callable[[torch.Tensor, int], torch.Tensor]
 
-# more of the MTP block's drafts are seldom accepted
+# more drafts of the MTP block are rarely accepted
 MTP_DRAFTS = 3
 
 

@@ -58,7 +58,7 @@ class CompileWatch:
             self.on_preparing(False)
 
 
-# that of this thread's step
+# the watch of this thread's step
 _running: ContextVar[CompileWatch | None] = ContextVar("preparing", default=None)
 
 

@@ -23,9 +23,9 @@ from dsv4cli.kernels.card import is_there
 from dsv4cli.kernels.workspace import Workspace
 
 T = TypeVar("T")
-# how often a step runs before it is captured: compiles kernels, and finds the memory that they share
+# runs of a step before it is captured: they compile kernels and allocate shared memory
 WARM = 2
-# to capture begins with a wait for the whole device, which CUDA refuses while another thread captures
+# a capture starts by synchronizing the device, which CUDA refuses while another thread captures
 _CAPTURING = Lock()
 
 
@@ -127,7 +127,7 @@ class GraphRunner:
                 compute()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # NCCL asks for its events from a thread of its own
+        # NCCL queries its events from its own thread
         with _CAPTURING, torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
             output = compute()
 
@@ -147,14 +147,14 @@ class GraphRunner:
         return within
 
     def _holds(self, key: tuple[int, int]) -> bool:
-        if self._blocks != self.cache.blocks:  # the pools lie elsewhere now
+        if self._blocks != self.cache.blocks:  # the pools were reallocated
             self._steps.clear()
             self._blocks = self.cache.blocks
         return key in self._steps
 
     def _prepared(self, size: int, rows: int) -> "CapturedStep":
         step = CapturedStep(self.cache, size, rows, self.columns, self.padding)
-        numbers = step.numbers  # nothing that `run` holds refers to the step: it goes when it is forgotten
+        numbers = step.numbers  # `run` must not refer to the step, so that the step is freed with its last reference
 
         def compute() -> StepOutput:
             batch = self.batch(numbers)
@@ -197,7 +197,7 @@ class CapturedStep:
         )
         self._few[0] = padding.slot
         self._counts: list[int] = []  # the tokens of each sequence
-        self._rows: list[tuple[Sequence, int] | None] = [None] * size  # whose blocks lie in each row, which of them
+        self._rows: list[tuple[Sequence, int] | None] = [None] * size  # block table of each row, by version
         self._routed = torch.zeros(size * rows, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         few, blocks, routed = (one.to(cache.device) for one in (self._few, self._blocks, self._routed))
         self._on_device = few, blocks, routed

@@ -22,7 +22,7 @@ from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE, r
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
-# how often a step runs before it is timed
+# runs of a step before it is timed
 WARM = 1
 
 Output = tuple[HiddenStates, Batch]
@@ -108,7 +108,7 @@ class CapturedPrefill:
             routed = torch.arange(rows, device=cache.device) % (rows - counts[-1:])  # padding goes where the chunks go
             numbers = Numbers(slots, starts, counts, fewest, ids, blocks.view(sequences, -1), routed)
             batch = batch_of(cache, numbers, extent)
-            # what only the model reads is memory for the next graph
+            # drop what only the model reads, so that the next graph can reuse its memory
             return model(batch, cache.layers), replace(batch, entries={}, every_entry=batch.window_index)
 
         self._run = graphs.capture(compute)

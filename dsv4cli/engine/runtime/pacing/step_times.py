@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
 from dsv4cli.engine.runtime.step_sizes import batch_size, chunk_rows
 
-# before the first chunk was timed, one of so many rows is assumed to take as long as the latency target
+# until a chunk is timed, one of this many rows is assumed to take as long as the latency target
 FIRST_CHUNK_ROWS = 256
 # the mean deviation of a chunk's time from its prediction before any was timed twice, relative
 FIRST_DEVIATION = 0.01
-# how many mean deviations above the mean the 99th percentile is, with a margin (a normal distribution: 2.9)
+# assumed 99th percentile, in mean deviations above the mean (normal distribution: 2.9, plus a margin)
 TAIL = 3.0
 # the weight of a new step in moving averages: of decode steps and of the scale common to all chunks; of the deviation;
 # of one size of chunk
@@ -28,7 +28,7 @@ class StepTimes:
         self._policy, self._captured = policy, captured
         self._decode: dict[int, float] = {}
         self._chunks: dict[int, float] = {}
-        # how much longer chunks of every size take than in the tables, as with longer contexts
+        # ratio of current chunk times to the table, for all sizes: longer contexts take longer
         self._scale = 1.0
         self._deviation = FIRST_DEVIATION
 

@@ -95,7 +95,7 @@ class Cache:
         kv, score = self._open_rows(4, width, slots)
         if not numerics.simulate:
             return CompressorState(kv, score, self._pool(4, width, numerics.dtype))
-        # as they were rounded: two codes a byte, and the bytes of their e8m0 scales
+        # rounded entries: two codes per byte, and their e8m0 scales
         codes, scale = self._pool(4, width // 2, torch.int8), self._pool(4, width // FP4_BLOCK, torch.uint8)
         return CompressorState(kv, score, codes, scale)
 
@@ -174,7 +174,7 @@ class Cache:
             self._versions[block] += 1
             if self._shares[block] > 1:
                 self._find_free_block()
-            if self._shares[block] > 1:  # else its other holders gave way
+            if self._shares[block] > 1:  # otherwise its other holders were evicted
                 sequence.blocks[number] = self.take_block()
                 sequence.changes += 1
                 self.entries.copy(block, sequence.blocks[number])

@@ -23,9 +23,9 @@ from dsv4cli.kernels.card import is_there
 
 # blocks that are gathered on the device at once: 48 MB for Flash
 AT_ONCE = 64
-# host memory is pinned shortly before its use, so many bytes at once: all of it would take seconds
+# bytes to pin at once, shortly before their use: pinning all host memory would take seconds
 PINNED_AT_ONCE = 1 << 26
-# seconds after which it is asked again whether the system has given what is to be pinned
+# seconds between checks whether the system has committed the pages to pin
 SOON = 1e-3
 REMEDY = "lower --cache-memory"
 
@@ -65,7 +65,7 @@ class HostTier:
         weakref.finalize(self, unpin, self._addresses).atexit = False
         self._shares = [0] * len(self._pages)
         self._free = list(range(len(self._pages) - 1, -1, -1))
-        # of a block of the device: its page, and its version when both were the same; and the other way round
+        # device block -> its page, and the block's version when both were equal; and the reverse map
         self._page_of: dict[int, tuple[int, int]] = {}
         self._block_of: dict[int, int] = {}
 

@@ -216,7 +216,7 @@ class PrefixCache:
             self._drop(one)
             if host.has_room_for(snapshot):
                 break
-        if not host.has_room_for(snapshot):  # what is being read back keeps its pages
+        if not host.has_room_for(snapshot):  # pages that are being read back cannot be freed
             self._drop(state)
             return
         self._states.take_to_host_memory(state, host.store(snapshot))

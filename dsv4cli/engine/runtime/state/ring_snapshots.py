@@ -9,7 +9,7 @@ import torch
 
 from dsv4cli.engine.model.state import Ring
 
-# where the rings of a kind begin in a copy: bytes that any dtype may begin at
+# alignment in bytes of each kind of ring buffer in a copy, sufficient for any dtype
 ALIGNMENT = 16
 
 
@@ -32,7 +32,7 @@ class RingSnapshots:
         kinds: dict[tuple[torch.Size, torch.dtype, float], list[Ring]] = {}
         for ring in rings:
             kinds.setdefault((ring.data.shape, ring.data.dtype, ring.empty), []).append(ring)
-        # of each kind [rings, slots, capacity, D] and the value of rows never written
+        # per kind: data [rings, slots, capacity, D], and the value of rows never written
         self._kinds: list[tuple[torch.Tensor, float]] = []
         self._starts = [0]
         for (shape, dtype, empty), own in kinds.items():

@@ -45,7 +45,7 @@ class StateIndex:
     def __init__(self) -> None:
         self._all: dict[KeptState, None] = {}
         self._device: dict[KeptState, None] = {}
-        # of each border, by how many tokens are certain, and by those of them behind the border
+        # border -> number of certain tokens -> the certain tokens after the border -> states
         self._at: dict[Border, dict[int, dict[bytes, list[KeptState]]]] = {}
 
     def __iter__(self) -> Iterator[KeptState]:
