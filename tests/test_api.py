@@ -45,7 +45,7 @@ def test_the_example_of_the_documentation(capsys):
 def test_a_reply_in_pieces(nano):
     reply = nano.stream(HI, temperature=0)
     assert reply.finish_reason is None
-    with pytest.raises(UsageError, match="has not ended"):
+    with pytest.raises(UsageError, match="not complete yet"):
         _ = reply.message
     pieces = list(reply)
     assert len(pieces) > 3
