@@ -84,6 +84,6 @@ def check_unchanged(path: Path, before: Stamp) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}", "check the file and its disk") from None
     if now != before:
         raise CheckpointError(
-            f"{path} changed while it was read: what was read is partly old and partly new",
+            f"{path} changed while it was read, so the data is a mix of old and new",
             "wait until nothing writes to it, then run the command again",
         )

@@ -36,7 +36,9 @@ QUANTIZERS = {
     "hqq": Foreign("an HQQ export"),
     "torchao": Foreign("a torchao export"),
 }
-GGUF = Foreign("a GGUF model", "see who loads it with `dsv4 inspect {folder} --for llama.cpp`, or " + CONVERT)
+GGUF = Foreign(
+    "a GGUF model", "check whether llama.cpp loads it: `dsv4 inspect {folder} --for llama.cpp`, or " + CONVERT
+)
 # patterns of tensor names that only another model or another tool's export has; the first match counts
 FOREIGN_TENSORS = {
     r"\.kv_(a_proj_with_mqa|b_proj)\.": Foreign("a DeepSeek-V2 or V3 model", "run it with vLLM or SGLang"),

@@ -39,7 +39,7 @@ class StoredModel:
         self._files.__exit__(kind, error, trace)
 
     def matrices(self) -> dict[str, dict[Role, TensorSpec]]:
-        """The tensor table by matrix: each weight with its scales."""
+        """Return the tensor table by matrix: each weight with its scales."""
         return matrices(self.specs.values())
 
     def read(self, spec: TensorSpec, rows: slice = slice(None), copy: int = 0) -> Raw:

@@ -28,7 +28,7 @@ from dsv4cli.errors import UsageError
 
 # more threads than this only wait for the disk and for each other
 MAX_WORKERS = 16
-NO_DRAFTER = "the drafter is left out: llama.cpp has one in a file of its own, and ds4 under other names"
+NO_DRAFTER = "the drafter is left out: llama.cpp stores it in a separate file, ds4 under other names"
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def _sentence(error: OSError, output: Path, missing: Callable[[], int]) -> Dsv4E
         return UsageError(f"{target} cannot be written to: {reason}", "use a folder that you can write to")
     if error.errno == errno.EFBIG:
         remedy = f"raise `ulimit -f`, {AGAIN}; or `rm -r {shell_word(output)}` and use a smaller --max-shard-size"
-        return NotEnoughDisk(f"{target}: {reason}: its disk or `ulimit -f` takes no file of that size", remedy)
+        return NotEnoughDisk(f"{target}: {reason}: its disk or `ulimit -f` does not allow a file of that size", remedy)
     try:
         need, free = missing(), free_bytes(output)
     except OSError:

@@ -188,7 +188,7 @@ def explain(error: Exception, repository: str, revision: str | None) -> HubError
     if isinstance(error, RevisionNotFoundError):
         return HubError(f"{repository} has no revision {revision}", f"see {page}/commits/main for its commits")
     if isinstance(error, EntryNotFoundError):
-        return HubError(f"{repository} no longer holds a file of its own listing: {_short(error)}", AGAIN)
+        return HubError(f"{repository} no longer has a file that it lists: {_short(error)}", AGAIN)
     if isinstance(error, HfHubHTTPError):
         return _explain_status(error, repository, page)
     if isinstance(error, FileMetadataError | ValueError | KeyError | TypeError):

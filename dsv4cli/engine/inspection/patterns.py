@@ -142,7 +142,7 @@ ONE_SIDED: dict[str, Fits] = {
     "{} took the scale bytes as numbers: 120 as 120, not as 2^-7": _scale_bytes_as_numbers,
     "{} is zero, as when scale bytes are converted as numbers": _vanished,
     "{} is rounded to bf16": _rounded_to_bf16,
-    "{} is rounded to FP8: the scales of a block lie too far apart for its range": _below_fp8,
+    "{} is rounded to FP8: the scales of a block differ too much for its range": _below_fp8,
 }
 
 

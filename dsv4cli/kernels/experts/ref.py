@@ -63,7 +63,7 @@ def _routed(
 def _expert(
     x: torch.Tensor, weights: "ExpertWeights", row: int, factors: torch.Tensor, limit: float, round_inputs: bool
 ) -> torch.Tensor:
-    """One routed expert of x [n, D]; factors: fp32 [n, 1]."""
+    """Return the output of one routed expert for x [n, D]; factors: fp32 [n, 1]."""
     gate, up = gemm.linear(x, weights.w1.row(row)), gemm.linear(x, weights.w3.row(row))
     inner = (factors * gated(gate, up, limit)).type_as(x)
     if round_inputs:

@@ -45,7 +45,7 @@ def linears(
 
 
 def _linears(inputs: torch.Tensor, matrices: Iterable[StoredMatrix], like: torch.Tensor) -> list[torch.Tensor]:
-    """The products of inputs, fp32 [T, K], rounded to the dtype of `like`."""
+    """Return the products of inputs, fp32 [T, K], rounded to the dtype of `like`."""
     weights = (block_scale.dequantise(one.weight, one.scale) for one in matrices)
     return [y.type_as(like) for y in alike.products(inputs, weights)]
 

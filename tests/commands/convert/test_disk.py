@@ -43,7 +43,7 @@ def refused(code, *arguments):
 REFUSALS = {
     errno.ENOSPC: (5, "no space left on its disk: ", "free some space"),
     errno.EDQUOT: (5, "the quota on its disk is used up: ", "free some space"),
-    errno.EFBIG: (5, "takes no file of that size", "--max-shard-size"),
+    errno.EFBIG: (5, "does not allow a file of that size", "--max-shard-size"),
     errno.EIO: (1, "Input/output error: ", "check the disk"),
     errno.ESTALE: (1, "Stale file handle: ", "check the disk"),
     errno.EROFS: (2, "cannot be written to: Read-only file system", "use a folder"),

@@ -229,7 +229,7 @@ def test_experts_whose_scales_lie_too_far_apart_for_fp8_are_told(tmp_path, varia
     b = spoiled(tmp_path / "b", {EXPERT: spread}, VARIANTS["fp8"][0])
     [worst] = compared(a, b).worst
     assert (worst.name, worst.first.row) == (EXPERT, 5)
-    assert worst.pattern == "B is rounded to FP8: the scales of a block lie too far apart for its range"
+    assert worst.pattern == "B is rounded to FP8: the scales of a block differ too much for its range"
 
 
 def test_gate_and_up_in_the_wrong_order_are_told(tmp_path, variants):

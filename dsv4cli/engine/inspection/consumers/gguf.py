@@ -45,7 +45,7 @@ def is_gguf(consumer: str, fix: str = "") -> Rule:
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         if not isinstance(checkpoint.identity, GgufIdentity):
-            yield Finding("no", f"{consumer} reads GGUF files, and this is none", fix)
+            yield Finding("no", f"{consumer} reads only GGUF files, and this is not one", fix)
 
     return rule
 
@@ -61,7 +61,7 @@ def vocabulary(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         found = identity.metadata.get(CUTTER)
         yield Finding(
             "note",
-            f"{CUTTER} is {found!r}: llama.cpp cuts text otherwise than this model's tokenizer, so give it token ids",
+            f"{CUTTER} is {found!r}: llama.cpp splits text differently from this model's tokenizer, so pass token ids",
         )
 
 

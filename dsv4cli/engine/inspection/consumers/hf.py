@@ -45,14 +45,14 @@ def quantization(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         yield Finding("no", text, "remove quantization_config from config.json")
     elif found is not None and found.get("quant_method") != "fp8":
         method = found.get("quant_method")
-        yield Finding("not known", f"quant_method is {method!r}; known is what transformers does with 'fp8'")
+        yield Finding("not known", f"quant_method is {method!r}; it is only known what transformers does with 'fp8'")
 
 
 def experts(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """Check FineGrainedFP8Config.expert_dtype: from quantization_config, else from the top level, else fp8."""
     form = checkpoint.formats.experts
     if form == "nvfp4":
-        yield Finding("no", "the experts are NVFP4, which it does not read for this model")
+        yield Finding("no", "the experts are NVFP4, which transformers does not support for this model")
         return
     if checkpoint.quantization is None or not checkpoint.quantised:
         return
@@ -99,7 +99,7 @@ def needs(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    common.damage("transformers fills what is missing with random numbers, and says so"),
+    common.damage("transformers fills missing tensors with random numbers, and warns"),
     common.root_config(architecture=False),
     common.unknown_tensors("transformers reports it and continues", fatal=False),
     files,

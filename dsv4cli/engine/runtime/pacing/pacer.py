@@ -141,7 +141,7 @@ class Pacer:
         ]
 
         def rate(step: PrefillStep) -> float:
-            """Tokens per second, where gaps above the goal are made up for by decode steps without prefill."""
+            """Return tokens per second, where gaps above the goal are made up for by decode steps without prefill."""
             share = min(1.0, (goal - decode) / self._cost(step, decode))
             return share * step.tokens / (goal if share < 1 else step.gap)
 

@@ -122,10 +122,7 @@ def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def fp8_rows(w, scale, first, part, K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """The same of rows first .. first + ROWS - 1 of a single matrix, within one block of 128, for steps of 64 columns.
-
-    Its scales (uint8): [S].
-    """
+    """Do the same for rows first .. first + ROWS - 1 of one matrix, within a block of 128, for steps of 64 columns."""
     words = w + (first + row_numbers(ROWS, WARPS)).to(tl.int64) * (K // 4) + part // 4
     scales = scale + first // 128 * (K // 128) + tl.reshape(part, (WARPS,)) // 128
     return words[:, :, :, None] + tl.arange(0, 16)[None, None, None], scales

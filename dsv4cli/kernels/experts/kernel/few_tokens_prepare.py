@@ -183,7 +183,7 @@ def prepare(
     OTHERS: tl.constexpr,
     COUNTERS: tl.constexpr,
     SMALL: tl.constexpr,
-    BINS: tl.constexpr,  # of experts where chunks are listed one behind the other, else 0
+    BINS: tl.constexpr,  # bins of experts if chunks are listed one after another, else 0
     OVERLAP: tl.constexpr,
 ):
     program = tl.program_id(0)

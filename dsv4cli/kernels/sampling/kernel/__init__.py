@@ -185,7 +185,7 @@ def check(*tensors: torch.Tensor) -> None:
 def check_numbers(x: torch.Tensor, dtype: torch.dtype) -> None:
     """Raise KernelUnsupported for per-row numbers that the kernels do not support."""
     if x.dtype != dtype or (x.stride(0) != 1 and len(x) > 1):
-        raise KernelUnsupported(f"Triton takes these numbers in {dtype}, one behind the other, not {x.dtype}")
+        raise KernelUnsupported(f"the Triton kernel requires contiguous {dtype} numbers, not {x.dtype}")
 
 
 def first_of_best(best: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:

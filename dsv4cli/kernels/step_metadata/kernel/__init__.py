@@ -30,7 +30,7 @@ LISTED = tl.constexpr(ALL_LISTED)
 def step_metadata(chunks: Chunks, layout: Layout, frequencies: dict[int, torch.Tensor]) -> StepMetadata:
     numbers = (chunks.slots, chunks.starts, chunks.counts, chunks.fewest, chunks.blocks)
     if any(x.dtype != torch.int64 or (x.stride(-1) != 1 and x.shape[-1] > 1) for x in numbers):
-        raise KernelUnsupported("the Triton kernel takes numbers in int64, one behind the other")
+        raise KernelUnsupported("the Triton kernel requires contiguous int64 numbers")
     (sequences, columns), ratios = chunks.blocks.shape, tuple(layout.groups)
     made, pairs = empty_metadata(chunks, layout, frequencies), next(iter(frequencies.values())).numel()
     entries, listing = [made.entries[ratio] for ratio in ratios], ALL_LISTED in ratios
