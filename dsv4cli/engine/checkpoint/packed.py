@@ -183,7 +183,7 @@ def _values(folder: Path) -> dict[str, Any]:
 
 
 def _formats(checkpoint: Checkpoint) -> Formats:
-    """Return the formats under which most matrices are seen, judged by the first of each kind."""
+    """Return the formats in which most matrices are read, determined from the first matrix of each kind."""
 
     def first(part: str) -> Formats:
         name = next((name for name in checkpoint.tensors if part in name), "")

@@ -99,7 +99,10 @@ def reserves(
 
 
 def _held(config: ModelConfig, load: Workload, beside: int) -> int:
-    """Return the bytes of the cache at its largest. For a server without a cache size it is half of the rest."""
+    """Return the maximum bytes of the cache.
+
+    A server without a cache size gives the cache half of the memory besides weights, as much as all other uses have.
+    """
     if not load.serves:
         return cache_bytes(config, load)
     rings = load.batch * ring_bytes(config)

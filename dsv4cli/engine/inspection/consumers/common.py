@@ -126,7 +126,7 @@ def fp8_config(consumer: str) -> Rule:
             yield Finding("no", "config.json has no quantization_config and the weights are quantised", RELEASED)
         elif found is not None and found.get("quant_method") != "fp8":
             method = found.get("quant_method")
-            yield Finding("not known", f"quant_method is {method!r}; known is what {consumer} does with 'fp8'")
+            yield Finding("not known", f"quant_method is {method!r}; it is only known what {consumer} does with 'fp8'")
         elif found is not None and "activation_scheme" not in found:
             fix = 'add "activation_scheme": "dynamic" to the quantization_config'
             yield Finding("no", "quantization_config lacks activation_scheme", fix)

@@ -147,7 +147,7 @@ def _layers(model: SharedModel, device: Device, context: int) -> int:
 
 
 def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
-    """Return the share with the most GPUs that would run with more free host memory, and the bytes it needs."""
+    """Return how the most GPUs could run the model with more free host memory, and the bytes of it that this needs."""
     gpus = [share for share in shares if share.on_gpu]
     if not gpus:
         return None, 0
@@ -159,9 +159,7 @@ def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch:
 
 
 def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -> Share | None:
-    """Return the share of the fewest GPUs that hold the model, if all had the most free memory of the machine's
-    GPUs.
-    """
+    """Return the smallest number of GPUs that would hold the model if all had the memory of the largest one here."""
     gpu = max(machine.gpus, key=lambda gpu: gpu.free, default=None)
     if gpu is None:
         return None

@@ -48,7 +48,7 @@ class StepTimes:
         return max(self._policy.target, self.decode(sequences) / (1 - self._policy.min_prefill_share))
 
     def chunk(self, rows: int) -> float:
-        """Return the seconds of a prefill step. One that fits a captured size takes as long as a whole one."""
+        """Return the seconds of a prefill step. A size with a captured graph always takes the time of the full size."""
         known = self._known() or {FIRST_CHUNK_ROWS: self._policy.target}
         size = chunk_rows(rows)
         return self._scale * _interpolated(known, size if size in self._captured else min(rows, size))

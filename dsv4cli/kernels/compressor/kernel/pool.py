@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def plan_of(groups, group):
-    """Load a group's plan: slot, position of its first member, first and end position of the step, first row."""
+    """Load a group's plan: slot, position of its first member, the step's first and end positions, first row."""
     plan = groups + group * 5
     first, start, end = tl.load(plan + 1).to(tl.int32), tl.load(plan + 2).to(tl.int32), tl.load(plan + 3).to(tl.int32)
     return tl.load(plan), first, start, end, tl.load(plan + 4)
