@@ -94,7 +94,7 @@ def test_the_same_command_goes_on(dsv4, prompts, out, monkeypatch, seed, error, 
     assert stopped.code == code
     assert f"3 of 8 answers are in {out}; run the same command again to continue" in stopped.err
     first = lines(out.read_text())
-    assert first[0]["index"] == 3  # of two tokens
+    assert len(first) == 3
     out.write_text(out.read_text() + '{"index": 0, "cont')  # a kill cut it off
     done = dsv4(*command)
     assert (done.code, "\n5 answers, " in done.err) == (0, True)
