@@ -14,7 +14,6 @@ from tests.test_architecture import ENGINE
 COMMANDS = {name for name, one in command(cli.app).commands.items() if not one.hidden}
 PAPERS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in documents()}
 # more than a second on two cores that others use too
-TINY = "random:tiny,layers=1"
 LONG = (
     "--think high",
     "--messages weather.json",
@@ -191,7 +190,7 @@ def test_a_path_that_leads_nowhere_is_found(tmp_path):
     [
         ("run", "Hi", "--max-tokens", "1", "--logprobs", "1", "--json"),
         ("run", "--show-prompt", "Hi", "--json"),
-        ("eval", "--limit", "1", "--model", TINY, "--against", TINY, "--json"),
+        ("eval", "--limit", "1", "--max-tokens", "4", "--against", "nano", "--json"),
         ("inspect", "nano", "--fit", "--json"),
         ("convert", "nano", "OUT", "--to", "bf16", "--dry-run", "--json"),
         ("convert", "nano", "OUT", "--to", "bf16", "--json"),

@@ -4,8 +4,9 @@ from tools.house import RUNTIME, floors, rooms
 
 
 def test_the_packages_have_few_floors():
-    assert max(floors().values()) <= 13
-    assert floors()["engine.model"] < floors()["engine.runtime"] < floors()["commands"] < floors()["cli"]
+    floor = floors()
+    assert max(floor.values()) <= 13
+    assert floor["engine.model"] < floor["engine.runtime"] < floor["commands"] < floor["cli"]
 
 
 def test_the_loop_is_seen_at_once():
