@@ -14,8 +14,6 @@ READY := .venv/.ready
 
 # $(value) and the environment carry the prompt to the shell as it was typed: quotes, $$ and all
 unexport PROMPT
-# byte code that is kept between runs saves each test worker 8 s
-unexport PYTHONDONTWRITEBYTECODE
 run: export RUN_PROMPT := $(value PROMPT)
 
 .PHONY: help run test test-all test-gpu quality style wheel completions nano drafter pictures
