@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tools.house import imports_in
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dsv4cli"
@@ -94,14 +96,6 @@ def layer_of(module: str) -> str:
 def imports(file: str) -> list[tuple[int, str]]:
     """Line and full name of everything that the file imports, inside functions and for type checkers too."""
     return list(imports_in(nodes(file)))
-
-
-def imports_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def found(pattern: str, *kinds: type[ast.AST], outside: str = "") -> list[str]:

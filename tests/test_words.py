@@ -10,9 +10,10 @@ import pytest
 import typer.main
 
 from dsv4cli import cli
+from tests import test_architecture
 from tests.support.program import ROOT
 
-# phrases that a first reader had to read twice; what to write in their place is in CONTRIBUTING.md
+# phrases that a first reader had to read twice, and what to write in their place
 BANNED = {
     r"\bbut for\b": "except",
     r"\b(go|goes|gone|going|went) on (with|from)\b": "continue",
@@ -50,8 +51,11 @@ LONGEST_SUBJECT = 72  # characters
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    files = [*(ROOT / "dsv4cli").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(files)}
+    """The package's files and those of tools, parsed, by their path from the repository's root."""
+    tools = sorted((ROOT / "tools").rglob("*.py"))
+    return test_architecture.trees() | {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in tools
+    }
 
 
 def pages() -> Iterator[tuple[str, str]]:

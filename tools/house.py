@@ -5,47 +5,46 @@ length of the longest chain of imports below it.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dsv4cli"
 RUNTIME = PACKAGE / "engine/runtime"
+FACE = "__init__"  # the unit of names that the package itself exports
 
 
 def unit_of(module: str) -> str:
     """Return the unit that a module belongs to: `dsv4cli.engine.text.prompt` belongs to `engine.text`."""
     parts = module.split(".")[1:]
-    return ".".join(parts[: 2 if parts[:1] == ["engine"] else 1]) or "__init__"
+    return ".".join(parts[: 2 if parts[:1] == ["engine"] else 1]) or FACE
 
 
-def imported_by(path: Path) -> Iterator[str]:
-    """Yield the modules of the package that a file imports, inside functions and for type checkers too."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def imports_in(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
+    """Yield the line and the full name of everything that import statements among the nodes import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("dsv4cli"))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dsv4cli"):
-            for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                is_module = (PACKAGE.parent / whole.replace(".", "/")).with_suffix(".py").exists()
-                is_package = (PACKAGE.parent / whole.replace(".", "/")).is_dir()
-                yield whole if is_module or is_package else str(node.module)
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
 
 def floors() -> dict[str, int]:
-    """Return the floor of each unit, the lowest first; 1 is a unit that imports no other."""
+    """Return the floor of each unit, the lowest first; 1 is a unit that imports no other.
+
+    Raises graphlib.CycleError if units import each other in a circle.
+    """
     graph: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        graph.setdefault(unit_of(module), set()).update(unit_of(name) for name in imported_by(path))
+        names = imports_in(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        graph.setdefault(unit_of(module), set()).update(
+            unit_of(name) for _, name in names if name.startswith("dsv4cli.")
+        )
+    below = {unit: {other if other in graph else FACE for other in others} - {unit} for unit, others in graph.items()}
     found: dict[str, int] = {}
-
-    def floor(unit: str) -> int:
-        if unit not in found:
-            found[unit] = 1 + max((floor(other) for other in graph[unit] if other != unit), default=0)
-        return found[unit]
-
-    for unit in graph:
-        floor(unit)
+    for unit in TopologicalSorter(below).static_order():
+        found[unit] = 1 + max((found[other] for other in below[unit]), default=0)
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
