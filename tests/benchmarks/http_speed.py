@@ -22,7 +22,7 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.server.build import ServeOptions, serving
+from dsv4cli.engine.server.build import ServeOptions, build_server
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import bound_socket
 from dsv4cli.engine.server.service import RequestDefaults
@@ -89,7 +89,7 @@ async def run_served(engine: Engine, offer: ServeOptions, alone: Mapping[int, fl
     """Prints what clients of another process measure, by their number, as soon as it is known. alone: tokens a second
     of so many without a server."""
     with bound_socket("127.0.0.1", 0) as bound:
-        asked, server = serving(engine, offer, lambda line: None, print, lambda: None)
+        asked, server = build_server(engine, offer, lambda line: None, print, lambda: None)
         running = asyncio.create_task(server.serve([bound]))
         first = 1000
         for count in alone:

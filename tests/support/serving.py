@@ -14,7 +14,7 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server.async_engine import AsyncEngine
-from dsv4cli.engine.server.build import ServeOptions, serving
+from dsv4cli.engine.server.build import ServeOptions, build_server
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpServer, bound_socket
 from dsv4cli.engine.server.service import RequestDefaults
@@ -132,7 +132,7 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
             bound_socket("127.0.0.1", 0) as bound,
             ready_engine(loaded, share, limits, "cpu", None, AUTO_DRAFTING, lambda _: None) as engine,
         ):
-            asked, server = serving(engine, offer, lines.append, bugs.append, ready.set)
+            asked, server = build_server(engine, offer, lines.append, bugs.append, ready.set)
             made.append(Served(engine, asked, server, asyncio.get_running_loop(), bound.getsockname()[1], lines, bugs))
             await server.serve([bound])
             assert asked.close(60)

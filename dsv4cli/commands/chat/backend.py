@@ -39,7 +39,7 @@ class PartialAnswer(Protocol):
         """Return the answer as a message, and a sentence for each repair that this needed."""
 
 
-class Backend(Protocol):
+class ChatBackend(Protocol):
     """Answers one conversation. The engine's `Conversation` documents each member in full."""
 
     limits: "Limits"

@@ -15,7 +15,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, counted, size_text
 
 if TYPE_CHECKING:
-    from dsv4cli.commands.chat.backend import Backend
+    from dsv4cli.commands.chat.backend import ChatBackend
     from dsv4cli.commands.chat.session import Session
     from dsv4cli.engine.text.prompt import Message, Tool
 
@@ -44,7 +44,7 @@ class Round(NamedTuple):
     offered: bool = True
 
 
-def next_round(session: "Session", backend: "Backend", calls: int) -> Round:
+def next_round(session: "Session", backend: "ChatBackend", calls: int) -> Round:
     """Return the round for the newest `calls` tool calls.
 
     Their results share half of the context that the last question and the messages after it leave free, so that an

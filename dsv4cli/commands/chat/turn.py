@@ -8,7 +8,7 @@ from time import monotonic, perf_counter
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from dsv4cli.commands.chat.backend import Backend, PartialAnswer
+from dsv4cli.commands.chat.backend import ChatBackend, PartialAnswer
 from dsv4cli.commands.chat.journal import SessionChoices
 from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.commands.chat.session import FileChanged, Session
@@ -72,7 +72,7 @@ class Chat:
 
     out: Output
     model: str
-    conversation: Backend
+    conversation: ChatBackend
     session: Session
     sampling: "Sampling"
     interrupts: Interrupts

@@ -13,8 +13,8 @@ from dsv4cli.commands.eval.asking import (
     ModelResults,
     ask_all,
     beside,
+    build_asking,
     questions_of,
-    read_body,
     stored_results,
 )
 from dsv4cli.commands.eval.report import report
@@ -108,7 +108,7 @@ def _one(
     others: list[ModelResults | None] = []
 
     def read() -> Asking:
-        asking = read_body(job, given, questions_of(given))
+        asking = build_asking(job, given, questions_of(given))
         others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
         _tell(job, asking)
         return asking
@@ -131,8 +131,8 @@ def _both(
             "use --tp; or evaluate each model with --out, and compare with --against FILE.jsonl",
         )
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
-    first = read_body(job, given, questions)
-    second = read_body(other, replace(given, out=beside(given.out)), questions)
+    first = build_asking(job, given, questions)
+    second = build_asking(other, replace(given, out=beside(given.out)), questions)
     _tell(job, first)
     found = _results(job, tp, False, lambda: first)
     return None if found is None else (found, _results(other, tp, False, lambda: second))

@@ -75,7 +75,7 @@ def questions_of(given: EvalOptions) -> "EvalSet":
     return read_set(given.file, given.by_answer).first(given.limit)
 
 
-def read_body(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
+def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
     """Build and check the requests to a model.
 
     Raises UsageError that names every question that the model cannot process, and for a results file of another

@@ -112,9 +112,9 @@ class Running:
 
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
         """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if it fails."""
-        from dsv4cli.engine.server.build import serving
+        from dsv4cli.engine.server.build import build_server
 
-        asked, server = serving(
+        asked, server = build_server(
             engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)
         )
         for number in _ending_signals():

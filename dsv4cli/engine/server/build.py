@@ -40,7 +40,7 @@ class ServeOptions:
     log_prompts: bool = False
 
 
-def serving(
+def build_server(
     engine: Engine,
     options: ServeOptions,
     log: Callable[[str], None],
