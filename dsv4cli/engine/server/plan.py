@@ -85,7 +85,6 @@ def _parts(constraint: Constraint | None) -> list[Constraint]:
 
 def sampling_of(fields: Fields, service: Service) -> Sampling:
     """Return the sampling parameters of a body. Raises `Refusal` if one is invalid."""
-    usual = service.usual.sampling
     temperature = fields.number("temperature", 0, MOST_TEMPERATURE)
     top_p = fields.number("top_p", 0, 1)
     if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
@@ -93,12 +92,8 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
     seed = fields.integer("seed")
     if top_p == 0:
         temperature, top_p = 0.0, 1.0  # greedy
-    return Sampling(
-        usual.temperature if temperature is None else temperature,
-        usual.top_p if top_p is None else top_p,
-        service.seed(seed),
-        _biases(fields, service),
-    )
+    sampling = service.usual.sampling.chosen(temperature, top_p, service.seed(seed))
+    return replace(sampling, logit_bias=_biases(fields, service))
 
 
 def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
