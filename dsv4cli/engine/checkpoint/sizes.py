@@ -5,10 +5,10 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dsv4cli.engine.checkpoint.gguf.types import BITS as BLOCK_BITS
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.kernels.ggml.types import BITS as BLOCK_BITS
 
 BITS: Mapping[str, float] = BLOCK_BITS | DTYPE_BITS
 

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.compare import Comparison
 from dsv4cli.engine.checkpoint.gguf import blocks
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.values import decode
 from dsv4cli.engine.config.formats import is_quantised
 from dsv4cli.engine.conversion.gguf.encode import encode_matrix
@@ -22,7 +24,7 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 def rounded_matrices(
     conversion: Conversion, device: torch.device, workers: int, progress: Progress | None = None
 ) -> dict[str, float]:
-    """Return the relative L2 error of each quantized matrix of this part that the target rounds, worst first.
+    """Return the relative L2 error of each quantized matrix of this part that the target rounds, largest first.
 
     The error is measured on each matrix's first block of 128 rows. `progress` is called with matrices done and in
     total.
@@ -30,9 +32,10 @@ def rounded_matrices(
     """
     with open_source(conversion.source) as source:
         recoder = Recoder(source, conversion.specs, conversion.source_name, device)
-        recipes = [recipe for name in conversion.own_copies if _may_round(recipe := recoder.recipe(name))]
         items = (item for file in conversion.own_files for batch in file.batches for item in batch)
         encodings = {item.matrix: item.encoding for item in items}
+        every = map(recoder.recipe, conversion.own_copies)
+        recipes = [recipe for recipe in every if _may_round(recipe, encodings[recipe.matrix])]
         errors = partial(_error, encodings)
         found = dict[str, float]()
         with ThreadPoolExecutor(workers) as pool:
@@ -44,9 +47,14 @@ def rounded_matrices(
     return dict(sorted(found.items(), key=lambda entry: -entry[1]))
 
 
-def _may_round(recipe: Recipe) -> bool:
-    """Return whether to report rounding of a matrix. For matrices that are not quantized it is expected."""
+def _may_round(recipe: Recipe, encoding: str) -> bool:
+    """Return whether to report rounding of a matrix. For matrices that are not quantized it is expected.
+
+    The blocks of a GGUF file are read as fp32, in which they are exact.
+    """
     form, target = recipe.form, recipe.target
+    if isinstance(recipe.recoder.source.identity, GgufIdentity):
+        return form != "i64" and (encoding == "Q8_0" or not is_exact(form, target))
     return form != "i64" and is_quantised(form) and not is_exact(form, target)
 
 
@@ -58,5 +66,7 @@ def _error(encodings: Mapping[str, str], recipe: Recipe) -> float:
         read = blocks.values(encoding, encode_matrix(recipe.matrix, encoding, made))
     else:
         read = decode(recipe.target, made)
-    result.add(recipe.source_values(0, end), read, 0)
+    # a vector is compared as a column
+    source, read = (np.ascontiguousarray(part).reshape(end, -1) for part in (recipe.source_values(0, end), read))
+    result.add(source, read, 0)
     return result.relative_error

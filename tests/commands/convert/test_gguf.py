@@ -10,11 +10,11 @@ import pytest
 
 from dsv4cli import Model
 from dsv4cli.engine.checkpoint.gguf.header import read_gguf
-from dsv4cli.engine.checkpoint.gguf.types import TYPES
 from dsv4cli.engine.conversion import plan, write
 from dsv4cli.engine.conversion.gguf.encode import encode_matrix
 from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.kernels.ggml.types import TYPES
 from tests.support import crashing, damage, questions
 from tests.support.conversions import convert, differing, files, official_values, run, stored
 
@@ -248,12 +248,12 @@ def retyped(path: Path, name: str, kind: str) -> None:
     path.write_bytes(content)
 
 
-def test_k_quants_are_refused_by_name(made, tmp_path):
+def test_a_type_without_a_decoder_is_refused_by_name(made, tmp_path):
     (tmp_path / FILE).write_bytes((made / "q8" / FILE).read_bytes())
-    retyped(tmp_path / FILE, "blk.2.ffn_gate_exps.weight", "Q2_K")
+    retyped(tmp_path / FILE, "blk.2.ffn_gate_exps.weight", "IQ1_S")
     code, _, err = run("convert", tmp_path / FILE, tmp_path / "back", "--to", "official")
     assert code == 4
-    assert "blk.2.ffn_gate_exps.weight is Q2_K" in err
+    assert "blk.2.ffn_gate_exps.weight is IQ1_S, which dsv4 does not decode" in err
     code, out, _ = run("inspect", tmp_path / FILE)
     assert code == 3
     assert "llama.cpp's GGUF" in out

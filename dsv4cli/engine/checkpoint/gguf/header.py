@@ -13,11 +13,11 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dsv4cli.engine.checkpoint.gguf.types import NAMES, TYPES, row_bytes
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.remedies import download_again
 from dsv4cli.engine.system.regular_files import open_file
 from dsv4cli.errors import CheckpointError
+from dsv4cli.kernels.ggml.types import NAMES, TYPES, row_bytes
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 ALIGNMENT = 32

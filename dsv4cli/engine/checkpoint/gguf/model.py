@@ -8,14 +8,16 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint.gguf.files import read_model
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
-from dsv4cli.engine.checkpoint.gguf.types import READABLE, TYPES
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.config.gguf import parse_gguf
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UnsupportedCheckpoint
+from dsv4cli.kernels.ggml.types import DECODED, TYPES
 
+# types whose values can be read: weights, and the token ids of hash layers
+READABLE = (*DECODED, "I32")
 # formats in which a tensor type is read: MXFP4 blocks as FP4, others as values
 VIEWS = {"MXFP4": Formats("f32", "fp4", "bf16"), "BF16": Formats("bf16", "bf16", "bf16")}
 VALUES = Formats("f32", "f32", "f32")
@@ -61,9 +63,9 @@ class GgufIdentity(FolderIdentity):
         if other:
             more = f" (and {len(other) - 1:,} more)" if len(other) > 1 else ""
             raise UnsupportedCheckpoint(
-                f"{self.checkpoint.folder}: {other[0].name} is {other[0].dtype}{more}, but only {', '.join(READABLE)} "
-                "can be read",
-                "this type does not preserve the values of the release: start from the release, `dsv4 download flash`",
+                f"{self.checkpoint.folder}: {other[0].name} is {other[0].dtype}{more}, which dsv4 does not decode; it "
+                f"decodes {', '.join(READABLE)}",
+                "use a file of other types, or the release: `dsv4 download flash`",
             )
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from dsv4cli.engine.checkpoint.gguf.types import TYPES, row_bytes
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.config.formats import FormatName
+from dsv4cli.kernels.ggml.types import TYPES, row_bytes
 
 TOP = {
     "embed.weight": "token_embd.weight",

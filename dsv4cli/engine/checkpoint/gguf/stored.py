@@ -4,11 +4,12 @@ import numpy as np
 
 from dsv4cli.engine.checkpoint.gguf.blocks import mxfp4_codes, mxfp4_scales, values
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
-from dsv4cli.engine.checkpoint.gguf.types import row_bytes
+from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.layout import TensorSpec
-from dsv4cli.engine.checkpoint.remedies import look
+from dsv4cli.engine.checkpoint.remedies import download_again, look
 from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.errors import CheckpointError
+from dsv4cli.kernels.ggml.types import damaged_blocks, row_bytes
 
 
 class GgufStoredModel(StoredModel):
@@ -29,7 +30,21 @@ class GgufStoredModel(StoredModel):
         width = row_bytes(info.dtype, columns)
         raw = np.empty((stop - start, width), np.uint8)
         self._files.read(info, self._naming.begin(spec) + start * width, raw.reshape(-1).data)
+        if spec.form != "fp4":
+            self._check_scales(spec, info, raw, start)
         return _seen(spec, info.dtype, raw).reshape(stop - start, *spec.shape[1:])
+
+    def _check_scales(self, spec: TensorSpec, info: TensorInfo, raw: Raw, start: int) -> None:
+        """Raise CheckpointError, naming tensor and place, for a block scale that is not a finite number."""
+        found = damaged_blocks(info.dtype, raw)
+        if found.any():
+            row, block = (int(place) for place in np.argwhere(found)[0])
+            expert = "" if spec.expert is None else f"expert {spec.expert}, "
+            raise CheckpointError(
+                f"{info.file}: {info.name} ({info.dtype}) has a scale that is NaN or infinite: {expert}row "
+                f"{start + row}, block {block}",
+                f"the tensor is damaged: {download_again(info.file.parent, info.file.name)}",
+            )
 
 
 def _seen(spec: TensorSpec, kind: str, raw: Raw) -> Raw:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from dsv4cli.engine.checkpoint.gguf.types import TYPES
 from dsv4cli.engine.checkpoint.values import Raw
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.errors import CheckpointError
+from dsv4cli.kernels.ggml.types import TYPES
 
 # int8 codes of Q8_0 go to 127 on both sides, so that their scale is amax / 127 (ggml-quants.c, quantize_row_q8_0_ref)
 LARGEST = 127

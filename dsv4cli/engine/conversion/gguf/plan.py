@@ -5,9 +5,9 @@ from typing import Any
 
 from dsv4cli.engine.checkpoint.gguf.header import gguf_header, tensor_bytes, tensor_places
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
-from dsv4cli.engine.checkpoint.gguf.types import row_bytes
 from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, in_batches
+from dsv4cli.kernels.ggml.types import row_bytes
 
 # name of a stored tensor -> its type and shape
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
