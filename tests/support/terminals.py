@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from dsv4cli import cli
-from dsv4cli.commands.chat import turn
+from dsv4cli.commands.chat import interrupts
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
@@ -90,7 +90,7 @@ def speaking(sample: Sampler, reading: float, twice: float) -> Callable[[pytest.
 
     def prepare(patch: pytest.MonkeyPatch) -> None:
         speak(patch, sample, reading)
-        patch.setattr(turn, "TWICE", twice)
+        patch.setattr(interrupts, "TWICE", twice)
 
     return prepare
 

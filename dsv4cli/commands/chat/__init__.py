@@ -12,6 +12,7 @@ import typer
 
 from dsv4cli.commands.chat.begin import Beginning, begin_session, given_choices
 from dsv4cli.commands.chat.input import Input, Lines, Plain, Readline
+from dsv4cli.commands.chat.interrupts import Interrupts
 from dsv4cli.commands.chat.journal import SessionChoices, state_folder
 from dsv4cli.commands.chat.loop import converse, greet
 from dsv4cli.commands.chat.model import Models, find_model, model_name
@@ -34,12 +35,13 @@ from dsv4cli.commands.chat.options import (
     UrlOpt,
     YesOpt,
 )
+from dsv4cli.commands.chat.prompt_window import PromptWindow
 from dsv4cli.commands.chat.remote import OnCommandLine, ServerModels, check_no_key, check_options, read_key
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.settings import check_budget
 from dsv4cli.commands.chat.slash import helps
 from dsv4cli.commands.chat.tools import Tools, split_command
-from dsv4cli.commands.chat.turn import Chat, Interrupts
+from dsv4cli.commands.chat.turn import Chat, ChatView
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.terminal import keys_wait, pastes_marked
@@ -108,9 +110,10 @@ def chat(
         begun = begin_session(out, beginning, system, tools, given)
         named = OnCommandLine("model" in given, "url" in given)
         models = _models(context, loading, begun, named, options, api_key_file, tp or 1)
-    display = Display(check_budget(think_budget), show_thinking, not no_markdown, environment.term, question)
-    calls = _calls(tool_exec, tool_timeout, yes, max_rounds)
-    _start(out, models, begun, display, calls, _history(state, no_history))
+    view = _view(environment.term, not no_markdown, show_thinking)
+    budget, calls = check_budget(think_budget), _calls(tool_exec, tool_timeout, yes, max_rounds)
+    history = None if no_history else state / "history"
+    _start(out, models, begun, ConversationOptions(view, environment.term, question, budget, calls, history))
 
 
 def _on_terminal() -> bool:
@@ -122,8 +125,10 @@ def _edits(term: str) -> bool:
     return _on_terminal() and term != "dumb" and find_spec("prompt_toolkit") is not None
 
 
-def _history(state: Path, none: bool) -> Path | None:
-    return None if none else state / "history"
+def _view(term: str, markdown: bool, show_thinking: bool) -> ChatView:
+    """Return how the chat is shown on this terminal, or without one."""
+    escapes, on_terminal = term != "dumb", _on_terminal()
+    return ChatView(on_terminal, on_terminal and escapes, markdown and sys.stdout.isatty() and escapes, show_thinking)
 
 
 def _check(device: str, torchrun: bool, question: str | None) -> None:
@@ -181,16 +186,6 @@ def _led(options: ModelOptions, session: Session) -> ModelOptions:
     return replace(options, **chosen)
 
 
-class Display(NamedTuple):
-    """Display options of a conversation."""
-
-    think_budget: int | None
-    show_thinking: bool
-    markdown: bool
-    term: str
-    question: str | None
-
-
 class CallOptions(NamedTuple):
     """Options for running tool calls."""
 
@@ -200,32 +195,44 @@ class CallOptions(NamedTuple):
     rounds: int
 
 
+class ConversationOptions(NamedTuple):
+    """Options of a conversation, apart from its model and session.
+
+    Attributes:
+        term: The terminal's type, as in TERM.
+        question: The only question of a chat without a terminal; the first one on a terminal.
+        history: File of earlier input; None keeps none.
+    """
+
+    view: ChatView
+    term: str
+    question: str | None
+    think_budget: int | None
+    calls: CallOptions
+    history: Path | None
+
+
 def _start(
     out: Output,
     models: Models | ServerModels,
     session: Session,
-    display: Display,
-    calls: CallOptions,
-    history: Path | None,
+    options: ConversationOptions,
 ) -> None:
     """Load the model, or connect to its server, and run the conversation."""
-    terminal = _on_terminal()
+    view, interrupts = options.view, Interrupts()
     with models:
         with keys_wait():
             conversation = models.open()
-            chat = Chat(out, models.name, conversation, session, models.sampling, Interrupts(), on_terminal=terminal)
-            del conversation  # the chat holds the only reference, so that /model can free it
             if isinstance(models, ServerModels):
                 session.choices = replace(session.choices, model=models.name, url=models.url)
-            chat.think_budget, chat.show_thinking = display.think_budget, display.show_thinking
-            chat.markdown = display.markdown and sys.stdout.isatty() and display.term != "dumb"
-            chat.copies = terminal and display.term != "dumb"
-            chat.change_model = partial(models.change, chat)
-            source = _input(chat, display.term, history)
-            chat.edits, chat.collect_keys = source.edits, source.collect
-            chat.run_calls = Tools(out, source, *calls).run
+            source = _input(out, options, interrupts)
+            chat = Chat(
+                out, models, conversation, session, models.sampling, options.think_budget, source,
+                Tools(out, source, *options.calls), view, interrupts, PromptWindow(out, session),
+            )  # fmt: skip
+            del conversation  # the chat holds the only reference, so that /model can free it
             greet(chat)
-        converse(chat, source, display.question)
+        converse(chat, options.question)
 
 
 def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> CallOptions:
@@ -240,18 +247,18 @@ def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> Cal
     return CallOptions(split_command(tool_exec), seconds, not yes, rounds)
 
 
-def _input(chat: Chat, term: str, history: Path | None) -> Input:
+def _input(out: Output, options: ConversationOptions, interrupts: Interrupts) -> Input:
     """Return the best input that is available here."""
     if sys.stdin is None or not sys.stdin.isatty():
         return Lines()
-    if not chat.on_terminal or term == "dumb":
-        return Plain(chat.out)
-    if not _edits(term):
-        chat.out.hint("for history and line editing, run: pip install prompt_toolkit")
-        return _readline(chat.out)
+    if not options.view.on_terminal or options.term == "dumb":
+        return Plain(out)
+    if not _edits(options.term):
+        out.hint("for history and line editing, run: pip install prompt_toolkit")
+        return _readline(out)
     from dsv4cli.commands.chat.editor import Editor
 
-    return Editor(history, helps(), chat.interrupts)
+    return Editor(options.history, helps(), interrupts)
 
 
 def _readline(out: Output) -> Input:

@@ -15,7 +15,7 @@ from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from dsv4cli.commands.chat.input import MORE, PROMPT, open_quotes, unquoted
-from dsv4cli.commands.chat.turn import Interrupts
+from dsv4cli.commands.chat.interrupts import Interrupts
 from dsv4cli.commands.terminal import drop_typed_ahead, in_foreground, mark_pastes
 
 

@@ -90,13 +90,13 @@ class Models:
         sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
         after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)
         _ = after.dialogue  # raises before the current model is freed
-        chat.leaving = True  # while no model is loaded, an error quits
+        chat.interrupts.leaving = True  # while no model is loaded, an error quits
         self._free(chat)
         error = self._failure(chat, after)
         if error is not None:
             chat.out.status(f"cannot load {name}; loading {before.source.name} again")
             self._load(chat, replace(before, think=choices.think, limits=after.limits))
-        chat.leaving = False
+        chat.interrupts.leaving = False
         if error is not None:
             raise error
         chat.choose(replace(choices, model=model_name(source)))
@@ -121,4 +121,4 @@ class Models:
             free_unused()
             self.job = job
             chat.conversation = self.open()
-        chat.model, chat.sampling, chat.left_out = job.source.name, job.sampling, 0
+        chat.sampling, chat.window.left_out = job.sampling, 0

@@ -80,8 +80,8 @@ class ServerModels:
     def change(self, chat: Chat, name: str) -> None:
         """Switch to another model of the server. Raises UsageError if the server does not have it."""
         self._check(name)
-        self._conversation.model = chat.model = name
-        chat.left_out = 0
+        self._conversation.model = self.name = name
+        chat.window.left_out = 0
         chat.choose(replace(chat.session.choices, model=name))
 
     def _check(self, name: str) -> None:

@@ -34,9 +34,9 @@ def think(chat: Chat, level: str) -> None:
 def model(chat: Chat, name: str) -> None:
     """Show the model, or switch to another one. Raises UsageError, and the errors of loading."""
     if name:
-        chat.change_model(name)
+        chat.models.change(chat, name)
     else:
-        chat.out.status(f"model: {chat.model}")
+        chat.out.status(f"model: {chat.models.name}")
 
 
 def show_thinking(chat: Chat, word: str) -> None:
@@ -47,7 +47,7 @@ def show_thinking(chat: Chat, word: str) -> None:
         return
     if word not in ("on", "off"):
         raise UsageError(f"/show-thinking cannot be {word}", "use on or off, or no argument to show the last reasoning")
-    chat.show_thinking = word == "on"
+    chat.view.show_thinking = word == "on"
 
 
 def set_value(chat: Chat, words: str) -> None:

@@ -28,12 +28,12 @@ def show_history(chat: Chat, _: str) -> None:
 
 def show_stats(chat: Chat, _: str) -> None:
     """Print token counts and speeds of the session."""
-    count, last = chat.count, chat.last
+    stats, last = chat.stats, chat.stats.last
     rows = [
-        ["answers", f"{count.turns:,}"],
-        ["tokens generated", f"{count.drawn:,}"],
-        ["prompt tokens prefilled", f"{count.prefilled:,}"],
-        ["prompt tokens from the cache", f"{count.reused:,}"],
+        ["answers", f"{stats.turns:,}"],
+        ["tokens generated", f"{stats.drawn:,}"],
+        ["prompt tokens prefilled", f"{stats.prefilled:,}"],
+        ["prompt tokens from the cache", f"{stats.reused:,}"],
     ]
     if last.tokens:
         rows.append(["last answer: time to first token", f"{last.first:.2f} s"])
@@ -63,18 +63,23 @@ def show_tokens(chat: Chat, text: str) -> None:
 
 def show_context(chat: Chat, _: str) -> None:
     """Print how much of the context is used."""
-    used, room = chat.conversation.tokens(chat.prompt()) if chat.session.messages else 0, chat.conversation.context
+    used, room = (
+        chat.conversation.tokens(chat.window.messages(chat.conversation)) if chat.session.messages else 0,
+        chat.conversation.context,
+    )
     if room is None:
         chat.out.line(f"{counted(used, 'token')} used; the server does not report its context limit")
     else:
         chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
-    if chat.left_out:
-        chat.out.line(f"the oldest {counted(chat.left_out, 'message')} are not in the prompt: the context is full")
+    if chat.window.left_out:
+        chat.out.line(
+            f"the oldest {counted(chat.window.left_out, 'message')} are not in the prompt: the context is full"
+        )
 
 
 def copy(chat: Chat, _: str) -> None:
     """Copy the last answer to the terminal's clipboard. Raises UsageError."""
-    if not chat.copies:
+    if not chat.view.copies:
         raise UsageError("this terminal does not support copying", "use /save FILE or /json")
     text = str(chat.session.last_answer().get("content") or "")
     chat.out.clipboard(text)

@@ -20,23 +20,29 @@ QUOTED = re.compile(r"""(["'])(.+)\1""")
 MOST_SESSIONS = 20
 
 
+class Draft(NamedTuple):
+    """The text that the next input starts with."""
+
+    text: str
+
+
 class Slash(NamedTuple):
     """A slash command.
 
     Attributes:
         arguments: As help shows them.
-        function: Runs the command. A returned text is sent to the model as a question.
+        function: Runs the command. A returned text is sent to the model as a question; a draft is edited first.
         other_names: Aliases.
     """
 
     arguments: str
     help: str
-    function: Callable[[Chat, str], str | None]
+    function: Callable[[Chat, str], str | Draft | None]
     other_names: tuple[str, ...] = ()
 
 
-def run_slash_command(chat: Chat, line: str) -> str | None:
-    """Run a line that begins with a slash. Return the question to send to the model, if any.
+def run_slash_command(chat: Chat, line: str) -> str | Draft | None:
+    """Run a line that begins with a slash. Return the question to send to the model or to edit, if any.
 
     `//text` is the question `/text`. Raises UsageError, and EOFError to quit.
     """
@@ -72,7 +78,7 @@ def _help(chat: Chat, name: str) -> None:
     chosen = {first: one for first, one in COMMANDS.items() if command in (None, one)}
     chat.out.table([[f"/{first} {one.arguments}".rstrip(), _help_text(one)] for first, one in chosen.items()])
     if command is None:
-        chat.out.table([[line] for line in (*KEYS, *(EDITOR_KEYS if chat.edits else ()))])
+        chat.out.table([[line] for line in (*KEYS, *(EDITOR_KEYS if chat.source.edits else ()))])
 
 
 def _help_text(command: Slash) -> str:
@@ -104,7 +110,7 @@ def _resume(chat: Chat, which: str) -> None:
         raise UsageError("/resume needs the number of a session", "use /sessions to list them")
     choices = chat.session.choices
     chat.session.take_up(find_journal(chat.session.journal.folder, which))
-    chat.session.choices, chat.left_out = choices, 0  # keep the current settings
+    chat.session.choices, chat.window.left_out = choices, 0  # keep the current settings
     chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
 
 
@@ -131,12 +137,12 @@ def _retry(chat: Chat, _: str) -> str | None:
     return None
 
 
-def _edit(chat: Chat, text: str) -> str | None:
+def _edit(chat: Chat, text: str) -> str | Draft | None:
     if text:
         chat.session.take_back()
-    elif chat.edits:
+    elif chat.source.edits:
         question = chat.session.last_question()
-        chat.draft = f"/{question}" if question.startswith("/") else question
+        return Draft(f"/{question}" if question.startswith("/") else question)
     else:
         raise UsageError("the line editor is not available", "type the new text after /edit")
     return text or None
@@ -162,7 +168,7 @@ def _save(chat: Chat, name: str) -> None:
 
 def _load(chat: Chat, name: str) -> None:
     chat.session.load_file(_path(name))
-    chat.left_out = 0
+    chat.window.left_out = 0
     chat.save()
     chat.out.status(f"loaded {counted(len(chat.session.messages), 'message')} from {name}")
 

@@ -1,20 +1,20 @@
-"""A turn of `dsv4 chat`: send the question, stream the answer, save it, and handle Ctrl-C."""
+"""A turn of `dsv4 chat`: send the question, stream the answer, run its tool calls, and save all of it."""
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from time import monotonic, perf_counter
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dsv4cli.commands.chat.backend import ChatBackend, PartialAnswer
+from dsv4cli.commands.chat.input import Input
+from dsv4cli.commands.chat.interrupts import Interrupts
 from dsv4cli.commands.chat.journal import SessionChoices
+from dsv4cli.commands.chat.prompt_window import PromptWindow
 from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.commands.chat.session import FileChanged, Session
-from dsv4cli.commands.chat.tools import Round, next_round
+from dsv4cli.commands.chat.session_stats import SessionStats
+from dsv4cli.commands.chat.tools import Tools, next_round
 from dsv4cli.commands.clock import Clock
-from dsv4cli.commands.job import report_lookalikes
 from dsv4cli.commands.reading import Reading
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import AnswerLost, Dsv4Error, UsageError
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.prompt import Message
 
-# seconds in which a second Ctrl-C quits
-TWICE = 2.0
 # fraction of the context above which a warning says that it is nearly full
 NEARLY_FULL = 0.8
 # seconds: a server that sends all tokens within this time had buffered them, so no speed is reported
@@ -40,60 +38,55 @@ ENDED = {
 }
 
 
+class ChatModels(Protocol):
+    """The models that a chat can use, with one selected."""
+
+    @property
+    def name(self) -> str:
+        """Name of the selected model."""
+
+    def change(self, chat: "Chat", name: str) -> None:
+        """Select another model for the chat. Raises Dsv4Error."""
+
+
 @dataclass
-class Interrupts:
-    """Time of the last Ctrl-C, to recognize a double press."""
+class ChatView:
+    """How a chat is shown.
 
-    _last: float = float("-inf")
+    Attributes:
+        on_terminal: Both stdin and stdout are a terminal.
+        copies: The terminal may support copying to its clipboard.
+        markdown: Render Markdown.
+        show_thinking: Stream the reasoning.
+    """
 
-    def again(self) -> bool:
-        """Record a Ctrl-C. Return whether it is the second one within `TWICE` seconds."""
-        before, self._last = self._last, monotonic()
-        return self._last - before < TWICE
-
-
-@dataclass
-class Count:
-    """Totals of the session: turns; prompt tokens prefilled and reused from the cache; sampled tokens."""
-
-    turns: int = 0
-    prefilled: int = 0
-    reused: int = 0
-    drawn: int = 0
-
-
-# runs tool calls and yields a message with the result of each; ends early if the user declines to run more
-RunCalls = Callable[[list[dict[str, Any]], Round], "Iterator[Message]"]
+    on_terminal: bool
+    copies: bool
+    markdown: bool
+    show_thinking: bool
 
 
 @dataclass
 class Chat:
-    """State of a running conversation, shared by the slash commands and the turns."""
+    """A running conversation, shared by the slash commands and the turns.
+
+    Attributes:
+        source: Where messages are read from.
+        think_budget: Most tokens of reasoning per answer; None for no limit.
+    """
 
     out: Output
-    model: str
+    models: ChatModels
     conversation: ChatBackend
     session: Session
     sampling: "Sampling"
+    think_budget: int | None
+    source: Input
+    tools: Tools
+    view: ChatView
     interrupts: Interrupts
-    run_calls: RunCalls = lambda calls, now: iter(())
-    change_model: Callable[[str], None] = lambda name: None
-    collect_keys: Callable[[], None] = lambda: None
-    think_budget: int | None = None
-    on_terminal: bool = False
-    edits: bool = False  # the input can start with a draft text
-    copies: bool = False  # the terminal may support copying to its clipboard
-    markdown: bool = False
-    show_thinking: bool = False
-    draft: str | None = None  # text that the next input starts with: the last question
-    last: Clock = field(default_factory=Clock)
-    count: Count = field(default_factory=Count)
-    stopped: bool = False  # by Ctrl-C, in the last turn
-    leaving: bool = False  # by the second Ctrl-C
-    _lost: AnswerLost | None = None  # why the last answer is incomplete
-    _breakable: bool = False  # Ctrl-C raises at once: prefill or tool calls are running
-    lookalikes: set[str] = field(default_factory=set)  # already reported
-    left_out: int = 0  # oldest messages dropped from the prompt, not counting the system message
+    window: PromptWindow
+    stats: SessionStats = field(default_factory=SessionStats)
 
     def ask(self, question: str, before: "list[Message]") -> None:
         """Run one turn: send the question, stream the answer, and run the tool calls in it.
@@ -124,8 +117,7 @@ class Chat:
 
     def _take_turn(self, before: "list[Message]") -> None:
         begun = list(self.session.messages)
-        self.stopped = self.leaving = False
-        with self._signals():
+        with self.interrupts.stopping(lambda: self.conversation.stop()):
             try:
                 while self._answer():
                     self.save()  # so that a failure cannot run the calls again
@@ -141,7 +133,7 @@ class Chat:
                 if self.session.messages == begun:  # stopped before the first token
                     self.session.messages = before
                 self.save()
-        if self.leaving:
+        if self.interrupts.leaving:
             raise KeyboardInterrupt
 
     def save(self) -> None:
@@ -163,56 +155,63 @@ class Chat:
         """Generate one answer. Return True if tool calls ran and the model must now answer to their results."""
         from dsv4cli.engine.text.reply import name_calls
 
-        steps = self.conversation.reply(self.prompt(), self.sampling, think_budget=self.think_budget)
+        prompt = self.window.messages(self.conversation)
+        steps = self.conversation.reply(prompt, self.sampling, think_budget=self.think_budget)
         self.sampling = self.sampling.plus(1)  # a new seed, so that /retry samples another answer
-        report_lookalikes(self.out, [text for text in self.conversation.lookalikes if text not in self.lookalikes])
-        self.lookalikes.update(self.conversation.lookalikes)
-        answer = self._follow(steps)
+        self.window.report_lookalikes(self.conversation.lookalikes)
+        answer, lost = self._follow(steps)
         if answer is None:
             self.out.status("stopped; no answer yet")
             return False
         message, repairs = answer.message()
-        for repair in repairs if not self.stopped else ():
+        for repair in repairs if not self.interrupts.stopped else ():
             self.out.warning(repair)
         calls = message.get("tool_calls") or []
         name_calls(message, len(self.session.messages))
         self.session.messages.append({key: value for key, value in message.items() if value or key == "content"})
         self._report(answer)
-        if self._lost is not None:
-            raise self._lost
-        if not calls or self.stopped:
+        if lost is not None:
+            raise lost
+        if not calls or self.interrupts.stopped:
             return False
         return self._carry_out(calls)
 
     def _carry_out(self, calls: list[dict[str, Any]]) -> bool:
         """Run tool calls and add their results to the session. Return whether every call has a result."""
         before = len(self.session.messages)
-        self._breakable = True
+        self.interrupts.breakable = True
         try:
-            for result in self.run_calls(calls, next_round(self.session, self.conversation, len(calls))):
+            for result in self.tools.run(calls, next_round(self.session, self.conversation, len(calls))):
                 self.session.messages.append(result)
         except KeyboardInterrupt:
             self.out.status("stopped; the call has no result")
             return False
         finally:
-            self._breakable = False
+            self.interrupts.breakable = False
         return len(self.session.messages) - before == len(calls)
 
-    def _follow(self, steps: "Iterator[tuple[PartialAnswer, Pieces]]") -> PartialAnswer | None:
-        """Stream an answer until it ends, is lost or is stopped by Ctrl-C. Return None if it has no token yet."""
-        renderer = Renderer(self.out, self.markdown, self.show_thinking, tokens=self.session.choices.url is None)
-        self.last = clock = Clock()
+    def _follow(
+        self, steps: "Iterator[tuple[PartialAnswer, Pieces]]"
+    ) -> tuple[PartialAnswer | None, AnswerLost | None]:
+        """Stream an answer until it ends, is lost or is stopped by Ctrl-C.
+
+        Returns:
+            The answer, None if it has no token yet; and why it is incomplete, if it was lost.
+        """
+        view = self.view
+        renderer = Renderer(self.out, view.markdown, view.show_thinking, tokens=self.session.choices.url is None)
+        self.stats.last = clock = Clock()
         clock.start = perf_counter()
-        if self.stopped:  # stopped before the reply began
+        if self.interrupts.stopped:  # stopped before the reply began
             self.conversation.stop()
-        answer, self._lost, reading = None, None, Reading(self.out)
+        answer, lost, reading = None, None, Reading(self.out)
         try:
             with keys_wait():
                 for answer, pieces in steps:
-                    self.collect_keys()
+                    self.source.collect()
                     # a decode step is short; a prefill step may take minutes
-                    self._breakable = self.conversation.breakable
-                    if self.on_terminal:
+                    self.interrupts.breakable = self.conversation.breakable
+                    if self.view.on_terminal:
                         read = self.conversation.prefilled
                         reading.show(read, read + self.conversation.unread)
                     while clock.tokens < answer.drawn:  # a server reports the count at the end
@@ -220,73 +219,33 @@ class Chat:
                     for kind, text in pieces:
                         renderer.push(kind, text, answer.thoughts)
         except KeyboardInterrupt:
-            return None
+            return None, None
         except AnswerLost as error:
-            self._lost = error
+            lost = error
         finally:
-            self._breakable = False
+            self.interrupts.breakable = False
             reading.show(0, 0)
             renderer.end()
-        return answer if answer is not None and answer.drawn else None
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """Handle Ctrl-C: stop before the next step, or at once in tool calls and interruptible prefill. Twice quits."""
-
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.interrupts.again():  # may run inside the handler of the first: never reset to False
-                self.leaving = True
-            self.stopped = True
-            self.conversation.stop()
-            if self._breakable:
-                self._breakable = False  # only once: the cleanup must not be interrupted
-                raise KeyboardInterrupt
-
-        before = signal.signal(signal.SIGINT, stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def prompt(self) -> "list[Message]":
-        """Return the messages that fit into the context. The oldest questions are dropped first, with their answers.
-
-        Dropped messages stay dropped until the whole conversation fits again, so that the prefix cache keeps hitting.
-        """
-        messages = self.session.prompt()
-        start = 0
-        while start < len(messages) and messages[start]["role"] == "system":
-            start += 1
-        if self.conversation.messages_to_drop(messages) == 0:
-            self.left_out = 0
-            return messages
-        if [message["role"] for message in messages[start + self.left_out :]][:1] != ["user"]:
-            self.left_out = 0  # the conversation has been replaced
-        shorter = messages[:start] + messages[start + self.left_out :]
-        dropped = max(self.conversation.messages_to_drop(shorter), 0)
-        if dropped:
-            self.left_out += dropped
-            left = counted(self.left_out, "message")
-            self.out.warning(
-                f"the oldest {left} are dropped from the prompt to leave space for an answer; the session keeps them"
-            )
-        return messages[:start] + messages[start + self.left_out :]
+        return (answer if answer is not None and answer.drawn else None), lost
 
     def _report(self, answer: PartialAnswer) -> None:
         """Print the status line below a turn, and a warning if the context is nearly full."""
-        drawn, conversation, clock = answer.drawn, self.conversation, self.last
-        self.count.turns += 1
-        self.count.prefilled += conversation.prefilled
-        self.count.reused += conversation.reused
-        self.count.drawn += drawn
+        drawn, conversation, clock = answer.drawn, self.conversation, self.stats.last
+        self.stats.add(conversation, drawn)
         used = conversation.prompt_tokens + drawn
         rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
         per_step = None if conversation.drafts is None else conversation.drafts.tokens_per_step
         rate += f", {per_step:.1f} per step" if rate and per_step else ""
         first = f" · first token after {clock.first:.2f} s"
         ended = ENDED[answer.closed] if answer.closed else ""
-        ended += " · stopped" if self.stopped else " · cut off at the token limit" if answer.finish == "length" else ""
-        self.out.status(f"{self.model}{self._used(used)}{rate}{first}{ended}")
+        ended += (
+            " · stopped"
+            if self.interrupts.stopped
+            else " · cut off at the token limit"
+            if answer.finish == "length"
+            else ""
+        )
+        self.out.status(f"{self.models.name}{self._used(used)}{rate}{first}{ended}")
         context = conversation.context
         if context is not None and used > NEARLY_FULL * context:
             left = counted(max(context - used, 0), "token")

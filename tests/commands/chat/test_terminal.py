@@ -13,8 +13,8 @@ import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 
-from dsv4cli.commands.chat import turn
 from dsv4cli.commands.chat.editor import SlashCompleter
+from dsv4cli.commands.chat.interrupts import Interrupts
 from dsv4cli.commands.chat.model import Models
 from tests.support.program import SMALL
 from tests.support.slow import slow_rows
@@ -142,7 +142,7 @@ def test_ctrl_c_twice_at_the_prompt_quits(terminal, tmp_path):
 
 def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
     def press_again(patch):
-        again = turn.Interrupts.again
+        again = Interrupts.again
         presses = iter([signal.SIGINT])
 
         def interrupted(self):
@@ -151,7 +151,7 @@ def test_ctrl_c_twice_in_an_answer_quits_and_keeps_it(terminal, tmp_path):
                 signal.raise_signal(press)
             return second
 
-        patch.setattr(turn.Interrupts, "again", interrupted)
+        patch.setattr(Interrupts, "again", interrupted)
 
     one = terminal("--no-markdown", answers=("word " * 200,), pause=0.01, twice=60, change=press_again)
     one.type("go\r")
