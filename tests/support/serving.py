@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
-from dsv4cli.engine.chat.dialogue import open_dialogue
+from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.usage import Usage
@@ -24,6 +24,7 @@ from tests.support.shared_models import shared_model
 from tests.support.waiting import comes as comes
 
 GREEDY = Sampling(0.0)
+USUAL = Limits(max_tokens=64)
 SHARE = CacheOptions(64 << 20, 50.0)
 
 
@@ -116,10 +117,19 @@ def _read(response: HTTPResponse) -> tuple[int, Any]:
 @contextmanager
 def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off", **offered: Any) -> Iterator[Served]:
     """A server for a model, by its name; its answers are greedy where a request does not say otherwise."""
-    source = resolve_model(model)
-    dialogue = open_dialogue(source, think)
-    loaded = shared_model(model)
-    limits, share = offered.pop("own_limits", Limits(max_tokens=64)), offered.pop("share", SHARE)
+    dialogue, loaded = open_dialogue(resolve_model(model), think), shared_model(model)
+    limits, share = offered.get("own_limits", USUAL), offered.pop("share", SHARE)
+    made = ready_engine(loaded, share, limits, "cpu", None, AUTO_DRAFTING, lambda _: None)
+    with made as engine, serving(dialogue, engine, model, keys, think, **offered) as one:
+        yield one
+
+
+@contextmanager
+def serving(
+    dialogue: Dialogue, engine: Any, model: str, keys: tuple[bytes, ...] = (), think: str = "off", **offered: Any
+) -> Iterator[Served]:
+    """A server for an engine."""
+    limits = offered.pop("own_limits", USUAL)
     offer = ServeOptions(
         dialogue, (model,), RequestDefaults(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered
     )
@@ -128,10 +138,7 @@ def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off"
     bugs: list[str] = []
 
     async def run() -> None:
-        with (
-            bound_socket("127.0.0.1", 0) as bound,
-            ready_engine(loaded, share, limits, "cpu", None, AUTO_DRAFTING, lambda _: None) as engine,
-        ):
+        with bound_socket("127.0.0.1", 0) as bound:
             asked, server = build_server(engine, offer, lines.append, bugs.append, ready.set)
             made.append(Served(engine, asked, server, asyncio.get_running_loop(), bound.getsockname()[1], lines, bugs))
             await server.serve([bound])

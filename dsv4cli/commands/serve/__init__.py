@@ -66,6 +66,13 @@ ReasoningFieldOpt = Annotated[
     ),
 ]
 LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Print each prompt to stderr.")]
+NoStoreOpt = Annotated[
+    bool,
+    typer.Option(
+        "--no-store",
+        help="Store no responses of the Responses API; clients must send whole conversations.",
+    ),
+]
 SERVE_EXAMPLES = (
     "dsv4 serve --model flash --tp 2",
     "dsv4 serve --port 9000 --alias deepseek-chat --think high",
@@ -88,6 +95,7 @@ def serve(
     grace: GraceOpt = 30.0,
     reasoning_field: ReasoningFieldOpt = "both",
     log_prompts: LogPromptsOpt = False,
+    no_store: NoStoreOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
     """Serve the model over HTTP with OpenAI- and Anthropic-compatible APIs.
@@ -109,7 +117,7 @@ def serve(
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = CacheOptions(memory, step_ms)
-    policy = Policy(Guard(keys, host), share, names, max_queue, grace, options.seed, fields, log_prompts)
+    policy = Policy(Guard(keys, host), share, names, max_queue, grace, options.seed, fields, log_prompts, not no_store)
     code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)
 

@@ -49,6 +49,7 @@ class Policy:
         seed: Seed of requests without one; None for a random seed.
         reasoning_fields: Fields of the reasoning in OpenAI API responses.
         log_prompts: Print each prompt to stderr.
+        store: Store responses of the Responses API.
     """
 
     guard: "Guard"
@@ -59,6 +60,7 @@ class Policy:
     seed: int | None
     reasoning_fields: tuple[str, ...]
     log_prompts: bool
+    store: bool
 
     def offer(self, job: Job) -> "ServeOptions":
         """Return the options of the server for this job: model names, request defaults and limits."""
@@ -70,7 +72,7 @@ class Policy:
         usual = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
         return ServeOptions(
             job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
-            log_prompts=self.log_prompts,
+            log_prompts=self.log_prompts, store=self.store,
         )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def openai_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
 def anthropic_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
     """Return the shape that an Anthropic request requires: `tool_choice`, `output_config.format`. Raises `Refusal`."""
     given, output = fields.mapping(CHOICE), fields.mapping("output_config")
-    form = None if output is None else _form(output, "format", nested=False)
+    form = None if output is None else form_in(output, "format", nested=False)
     field = CHOICE if output is None or form is None else output.name("format")
     if given is None:
         return AnswerFormat(form, ToolChoice("auto"), tools, field)
@@ -102,7 +102,7 @@ def _openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
     found = None if given is None else _structured(given)
     if found is not None:
         return found
-    form = _form(fields, "response_format", nested=True)
+    form = form_in(fields, "response_format", nested=True)
     return form, CHOICE if form is None else "response_format"
 
 
@@ -118,8 +118,8 @@ def _structured(given: Fields) -> tuple[AnswerForm, str] | None:
     return None if grammar is None else (AnswerForm("lark", grammar), given.name("grammar"))
 
 
-def _form(fields: Fields, name: str, *, nested: bool) -> AnswerForm | None:
-    """Read the form from a field in OpenAI's shape.
+def form_in(fields: Fields, name: str, *, nested: bool) -> AnswerForm | None:
+    """Return the form that a field in OpenAI's shape requests, None for any. Raises `Refusal`.
 
     Args:
         nested: whether the schema is inside `json_schema`.

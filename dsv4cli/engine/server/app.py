@@ -24,7 +24,9 @@ from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response, refusal_of
+from dsv4cli.engine.server.responses import count_input, create_response
 from dsv4cli.engine.server.service import Service
+from dsv4cli.engine.server.stored_responses import cancel_response, response_inputs, stored_response
 from dsv4cli.engine.server.streaming import ClientGone
 from dsv4cli.engine.server.tokens_api import detokenize, tokenize, tokenizer_info
 from dsv4cli.errors import Dsv4Error
@@ -108,6 +110,11 @@ ROUTES = (
     Route("/v1/completions", completions, methods=["POST"]),
     Route("/v1/messages", messages, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input, methods=["POST"]),
+    Route("/v1/responses/{id}", stored_response, methods=["GET", "DELETE"]),
+    Route("/v1/responses/{id}/cancel", cancel_response, methods=["POST"]),
+    Route("/v1/responses/{id}/input_items", response_inputs),
     Route("/tokenize", tokenize, methods=["POST"]),
     Route("/detokenize", detokenize, methods=["POST"]),
     Route("/tokenizer_info", tokenizer_info),
@@ -185,7 +192,7 @@ def _misplaced(error: HTTPException) -> Refusal:
     if error.status_code == 405:
         methods = sorted((error.headers or {})["Allow"].split(", "))
         return Refusal(405, f"this path allows only {' or '.join(methods)}", allow=", ".join(methods))
-    paths = "/v1/chat/completions, /v1/completions, /v1/messages and /v1/models"
+    paths = "/v1/chat/completions, /v1/completions, /v1/messages, /v1/responses and /v1/models"
     return Refusal(error.status_code, f"no such path; the API is at {paths}")
 
 

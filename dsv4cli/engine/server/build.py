@@ -13,6 +13,7 @@ from dsv4cli.engine.server.connections import HttpLimits
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import HttpServer
 from dsv4cli.engine.server.metrics import Metrics
+from dsv4cli.engine.server.response_store import ResponseStore
 from dsv4cli.engine.server.service import RequestDefaults, Service
 
 # how long the event loop may keep the GIL from the engine's thread: Python's default of 5 ms is a seventh of a decode
@@ -28,6 +29,7 @@ class ServeOptions:
         names: the model's names; responses use the first.
         max_queue: requests that may wait in the queue, in addition to the running ones.
         grace: seconds that answers have to finish when the server stops.
+        store: whether responses of the Responses API are stored, so that clients can continue them.
     """
 
     dialogue: Dialogue
@@ -38,6 +40,7 @@ class ServeOptions:
     grace: float = 30.0
     limits: HttpLimits = field(default_factory=HttpLimits)
     log_prompts: bool = False
+    store: bool = True
 
 
 def build_server(
@@ -59,6 +62,9 @@ def build_server(
     answering = AsyncEngine(
         engine, MAX_SLOTS + options.max_queue, metrics, lambda: len(server.server_state.connections), log
     )
-    service = Service(options.dialogue, options.names, options.usual, answering, metrics, log, options.log_prompts)
+    service = Service(
+        options.dialogue, options.names, options.usual, answering, metrics, log, options.log_prompts,
+        ResponseStore() if options.store else None,
+    )  # fmt: skip
     server = HttpServer(App(service, options.guard, bug), options.limits, options.grace, ready)
     return answering, server

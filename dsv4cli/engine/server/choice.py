@@ -48,6 +48,11 @@ class Choice:
         return self._stream.answer.stopped_by
 
     @property
+    def open_call(self) -> int | None:
+        """After the end, the index of a call that was started but is not part of the answer; None otherwise."""
+        return self._stream.open_call
+
+    @property
     def drawn(self) -> int:
         """Number of tokens generated so far, including the end token."""
         return len(self._stream.answer.tokens)

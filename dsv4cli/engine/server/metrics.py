@@ -75,8 +75,12 @@ class Metrics:
         """
         self._http.labels(path, status or DISCONNECTED).inc()
         if usage is not None:
-            self._prompt.inc(usage["prompt_tokens"])
-            self._cached.inc(usage["prompt_tokens_details"]["cached_tokens"])
+            self.count_usage(usage)
+
+    def count_usage(self, usage: Mapping[str, Any]) -> None:
+        """Count the prompt's tokens, with token counts in OpenAI's shape."""
+        self._prompt.inc(usage["prompt_tokens"])
+        self._cached.inc(usage["prompt_tokens_details"]["cached_tokens"])
 
     def end(self, request: "Request", outcome: str) -> None:
         """Count a request that has ended.

@@ -15,6 +15,8 @@ from dsv4cli.engine.server.async_engine import AsyncEngine
 from dsv4cli.engine.server.efforts import Effort
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.response_seal import Seal
+from dsv4cli.engine.server.response_store import ResponseStore
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message, think_options
@@ -51,6 +53,8 @@ class Service:
         names: the model's names; responses use the first.
         log: called with each log line.
         log_prompts: whether the log may contain prompts.
+        responses: the stored responses, None if the server stores none.
+        seal: seals reasoning that clients return.
         reading: limits how many long bodies are parsed and encoded at once.
     """
 
@@ -61,6 +65,8 @@ class Service:
     metrics: Metrics
     log: Callable[[str], None]
     log_prompts: bool = False
+    responses: ResponseStore | None = field(default_factory=ResponseStore)
+    seal: Seal = field(default_factory=Seal)
     reading: Semaphore = field(default_factory=lambda: Semaphore(MOST_READING))
     _said: set[str] = field(default_factory=set)
 
@@ -144,9 +150,13 @@ class Service:
     def say_ignored(self, names: Iterable[str]) -> None:
         """Log the names of ignored fields, each only once."""
         for name in names:
-            if name not in self._said and len(self._said) < MOST_NAMES:
-                self._said.add(name)
-                self.log(f"ignoring the unknown field {name}")
+            self.say_once(f"ignoring the unknown field {name}")
+
+    def say_once(self, text: str) -> None:
+        """Log a line that contains a client's words, unless it was logged before."""
+        if text not in self._said and len(self._said) < MOST_NAMES:
+            self._said.add(text)
+            self.log(text)
 
     def say_repaired(self, words: Sequence[str]) -> None:
         """Log that an answer's markup was damaged. The log describes the repairs only if it may contain prompts."""

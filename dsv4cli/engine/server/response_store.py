@@ -1,0 +1,158 @@
+"""Stored responses, which clients can continue, read and delete until the server stops. Does not import torch."""
+
+import json
+from asyncio import Task, wait
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import RLock
+from typing import Any
+
+from dsv4cli.engine.server.refusals import Refusal, bad_field, to_bytes
+
+# the most responses, and bytes of their JSON. The least recently used response is removed first.
+MOST_RESPONSES, MOST_BYTES = 4096, 128 << 20
+PREVIOUS = "previous_response_id"
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """A response with its input, as JSON.
+
+    Attributes:
+        inputs: the items of its own input.
+        previous: the response that it continues.
+        items: the ids of all its items.
+    """
+
+    document: bytes
+    inputs: bytes
+    previous: str | None
+    items: Sequence[str]
+
+    @property
+    def size(self) -> int:
+        """Number of bytes."""
+        return len(self.document) + len(self.inputs)
+
+
+class ResponseStore:
+    """A bounded store of responses in memory.
+
+    Attributes:
+        tasks: the tasks that answer background responses, by response.
+    """
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._held: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
+        self._item_owners: dict[str, str] = {}  # the response that each item belongs to
+        self._bytes = 0
+        self._lock = RLock()  # long bodies are read in other threads
+        self.tasks: dict[str, Task[None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def put(self, document: dict[str, Any], inputs: list[dict[str, Any]]) -> None:
+        """Store a response, or replace it. The least recently used ones are removed if there are too many."""
+        name = document["id"]
+        ids = [item["id"] for item in [*inputs, *document["output"]]]
+        held = StoredResponse(to_bytes(document), to_bytes({"items": inputs}), document[PREVIOUS], ids)
+        with self._lock:
+            self.remove(name)
+            self._held[name] = held
+            self._bytes += held.size
+            for item in ids:
+                self._item_owners.setdefault(item, name)
+            while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
+                self.remove(next(iter(self._held)))
+
+    def remove(self, name: str) -> bool:
+        """Remove a response. Return True if it was stored."""
+        with self._lock:
+            held = self._held.pop(name, None)
+            if held is None:
+                return False
+            self._bytes -= held.size
+            for item in held.items:
+                if self._item_owners.get(item) == name:
+                    del self._item_owners[item]
+        return True
+
+    def replace(self, document: dict[str, Any]) -> None:
+        """Replace a response and keep its input. Does nothing if it was removed in the meantime."""
+        held = self._touch(document["id"])
+        if held is not None:
+            self.put(document, _items(held))
+
+    def cancel(self, name: str) -> Task[None] | None:
+        """Cancel the task that answers a background response. Return the task, None if it has ended."""
+        task = self.tasks.get(name)
+        if task is not None:
+            task.cancel()
+        return task
+
+    async def cancelled(self, name: str) -> None:
+        """Cancel the task that answers a background response, and wait for its end."""
+        task = self.cancel(name)
+        if task is not None:
+            await wait({task})
+
+    def document(self, name: str) -> dict[str, Any]:
+        """Return a response. Raises `Refusal` if it is not stored."""
+        document: dict[str, Any] = json.loads(self._find(name).document)
+        return document
+
+    def inputs(self, name: str) -> list[dict[str, Any]]:
+        """Return the items of a response's own input. Raises `Refusal` if it is not stored."""
+        return _items(self._find(name))
+
+    def conversation(self, name: str) -> list[dict[str, Any]]:
+        """Return the items of a response and of all responses before it: their inputs and outputs in order.
+
+        Raises:
+            Refusal: one of them is not stored, or is still being generated.
+        """
+        chain: list[StoredResponse] = []
+        at: str | None = name
+        while at is not None:
+            held = self._touch(at)
+            if held is None:
+                what = "it" if at == name else f"response {at!r}, which it continues,"
+                reason = f"cannot continue {name!r}: {what} is not stored; send the whole conversation as input"
+                raise Refusal(400, f"{PREVIOUS}: {reason}", PREVIOUS, "previous_response_not_found")
+            if at in self.tasks:
+                raise bad_field(PREVIOUS, f"cannot continue {name!r}: its answer is not complete")
+            chain.append(held)
+            at = held.previous
+        return [item for held in reversed(chain) for item in [*_items(held), *json.loads(held.document)["output"]]]
+
+    def item(self, name: str) -> dict[str, Any] | None:
+        """Return the item with an id, None if it is not stored."""
+        owner = self._item_owners.get(name)
+        held = None if owner is None else self._touch(owner)
+        if held is None:
+            return None
+        outputs = json.loads(held.document)["output"]
+        found = next((item for item in outputs if item["id"] == name), None)
+        return found or next(item for item in _items(held) if item["id"] == name)
+
+    def _touch(self, name: str) -> StoredResponse | None:
+        """Return a response, which is now the most recently used one; None if it is not stored."""
+        with self._lock:
+            held = self._held.get(name)
+            if held is not None:
+                self._held.move_to_end(name)
+            return held
+
+    def _find(self, name: str) -> StoredResponse:
+        held = self._touch(name)
+        if held is None:
+            raise Refusal(404, f"no response {name!r} is stored", "response_id", "response_not_found")
+        return held
+
+
+def _items(held: StoredResponse) -> list[dict[str, Any]]:
+    items: list[dict[str, Any]] = json.loads(held.inputs)["items"]
+    return items
