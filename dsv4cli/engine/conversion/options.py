@@ -14,7 +14,6 @@ from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve
 from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.conversion.finish import Against
 from dsv4cli.engine.conversion.gguf.metadata import TOKENIZER
-from dsv4cli.engine.conversion.gguf.vocabulary import tokenizer_text
 from dsv4cli.engine.conversion.job import Conversion
 from dsv4cli.engine.conversion.journal import Part
 from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
@@ -23,6 +22,7 @@ from dsv4cli.engine.conversion.target import TargetName, choose_target
 from dsv4cli.engine.settings import parse_size
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.system.threads import Progress
+from dsv4cli.engine.text.gguf_vocabulary import tokenizer_text
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import UsageError
 
@@ -77,7 +77,7 @@ def _texts(model: FolderSource | RandomSource, identity: FolderIdentity) -> dict
         return {TOKENIZER: Tokenizer.byte_level().text()}
     if not isinstance(identity, GgufIdentity) or (model.folder / TOKENIZER).is_file():
         return {}
-    text = tokenizer_text(identity.metadata)
+    text = tokenizer_text(identity.metadata, str(identity.checkpoint.folder))
     return {} if text is None else {TOKENIZER: text}
 
 

@@ -16,7 +16,8 @@ from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode, encode_matrix
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
-from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, tokenizer_text, vocabulary
+from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, vocabulary
+from dsv4cli.engine.text.gguf_vocabulary import tokenizer_text
 from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
@@ -146,9 +147,9 @@ def test_the_vocabulary_of_a_release_and_back():
     # ordinary text in the file, and a mark of the prompt format
     assert types["<｜User｜>"] == types["<｜begin▁of▁sentence｜>"] == 3
     assert types["Ġt"] == 1
-    assert tokenizer_text(values) == path.read_text()
+    assert tokenizer_text(values, "file") == path.read_text()
     del values["tokenizer.huggingface.json"]
-    ours, theirs = json.loads(tokenizer_text(values)), json.loads(path.read_text())
+    ours, theirs = json.loads(tokenizer_text(values, "file")), json.loads(path.read_text())
     assert ours["model"]["merges"] == [merge.split(" ") for merge in theirs["model"]["merges"]]
     assert ours["pre_tokenizer"] == theirs["pre_tokenizer"]
     assert ids(ours) == {name: id for name, id in ids(theirs).items() if id < 129280}
@@ -157,9 +158,9 @@ def test_the_vocabulary_of_a_release_and_back():
 def test_a_vocabulary_cut_in_another_way_is_not_made_up():
     values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, {}, None, "file")
     assert values["tokenizer.ggml.pre"] == "default"
-    assert json.loads(tokenizer_text(values)) == json.loads((NANO / "tokenizer.json").read_text())
+    assert json.loads(tokenizer_text(values, "file")) == json.loads((NANO / "tokenizer.json").read_text())
     del values["tokenizer.huggingface.json"]
-    assert tokenizer_text(values) is None
+    assert tokenizer_text(values, "file") is None
 
 
 @pytest.mark.parametrize("text", ["{}", "[1]", "{", '{"model": {"type": "WordPiece"}}'])

@@ -2,6 +2,7 @@
 
 import os
 import re
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,13 +45,27 @@ def read_model(path: Path) -> GgufModel:
     files = _files(path)
     stamps = {file: stamp(os.stat(file)) for file in files}
     headers = [read_gguf(file) for file in files]
-    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
-        if len(files) > 1 and header.metadata.get("split.no") != number:
-            raise CheckpointError(
-                f"{file} has part number {_part_number(header)}, but its name says {number + 1}",
-                download_again(file.parent, file.name),
-            )
+    if len(files) > 1:
+        _check_parts(files, headers)
     return GgufModel(headers[0].metadata, _checkpoint(path, headers, stamps))
+
+
+def _check_parts(files: tuple[Path, ...], headers: list[GgufHeader]) -> None:
+    """Raise CheckpointError, naming the file, unless the files are the parts of one model in order."""
+    for number, (file, header) in enumerate(zip(files, headers, strict=True)):
+        problem, count = "", header.metadata.get("split.count")
+        if header.metadata.get("split.no") != number:
+            problem = f"has part number {_part_number(header)}, but its name says {number + 1}"
+        elif count is not None and count != len(files):
+            problem = f"is one of {reprlib.repr(count)} parts, but its name says {len(files)}"
+        if problem:
+            raise CheckpointError(f"{file} {problem}", download_again(file.parent, file.name))
+    stored, stated = sum(len(header.tensors) for header in headers), headers[0].metadata.get("split.tensors.count")
+    if stated is not None and stated != stored:
+        raise CheckpointError(
+            f"{files[0]} states {reprlib.repr(stated)} tensors in all parts, but they hold {stored:,}",
+            "one of the files belongs to another model: download all of them again",
+        )
 
 
 def scan_gguf(folder: Path, files: Iterable[Path]) -> Checkpoint:
@@ -84,6 +99,11 @@ def _files(path: Path) -> tuple[Path, ...]:
     if match is None:
         return (first,)
     count = int(match["count"])
+    if not 1 <= int(match["number"]) <= count:
+        raise CheckpointError(
+            f"{first} is named part {int(match['number'])} of {count}",
+            "give the file the name that it was published under",
+        )
     files = tuple(first.with_name(f"{match['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
     missing = [file for file in files if not is_there(file)]
     if missing:

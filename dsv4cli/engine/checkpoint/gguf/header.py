@@ -6,6 +6,7 @@ and 3, little-endian. Source: ggml's docs/gguf.md.
 """
 
 import os
+import reprlib
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,8 +28,13 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 # numbers are written as u32, except these keys of a model in several files (llama.cpp, gguf-split)
 UINT16, UINT32, INT32, FLOAT32, BOOL = 2, 4, 5, 6, 7
 SPLIT_TYPES = {"split.no": UINT16, "split.count": UINT16, "split.tensors.count": INT32}
-# ggml has no more dimensions; no header of a real model has more keys or longer names
-MAX_DIMENSIONS, MAX_KEYS, MAX_NAME = 4, 1 << 16, 1 << 12
+# ggml has no more dimensions; no header of a real model has more keys, tensors or list items, or longer names
+MAX_DIMENSIONS, MAX_KEYS, MAX_TENSORS, MAX_ITEMS, MAX_NAME = 4, 1 << 16, 1 << 16, 1 << 22, 1 << 12
+# bytes of a header: a release's vocabulary, with tokenizer.json, has 20 million
+MAX_HEADER = 1 << 28
+# first number of ik_llama.cpp's own types
+IK_TYPES = 133
+UNKNOWN_TYPE = "use a file that llama.cpp itself wrote, or the release: `dsv4 download flash`"
 Metadata = dict[str, Any]
 
 
@@ -36,9 +42,8 @@ Metadata = dict[str, Any]
 class GgufHeader:
     """The header of a file.
 
-    metadata: numbers, strings, booleans and lists of these. tensors: ordered by offset, with the fastest dimension
-    last,
-    as in the other formats.
+    metadata: numbers, strings, booleans and lists of these. tensors: by offset, with the fastest dimension last, as in
+    the other formats.
     """
 
     metadata: Metadata
@@ -78,8 +83,8 @@ class _HeaderReader:
             what = "is big-endian" if big else f"is of GGUF version {version}"
             raise CheckpointError(f"{self.path} {what}; dsv4 reads versions 2 and 3, little-endian", "convert it again")
         tensors, keys = self._scalar("<Q"), self._scalar("<Q")
-        if keys > MAX_KEYS:
-            raise _damaged(self.path, f"has a corrupt header: {keys} keys")
+        if keys > MAX_KEYS or tensors > MAX_TENSORS:
+            raise _damaged(self.path, f"has a corrupt header: {keys} keys and {tensors} tensors")
         metadata: Metadata = {}
         for _ in range(keys):
             key = self._string(MAX_NAME)
@@ -88,20 +93,24 @@ class _HeaderReader:
             metadata[key] = self._value(self._scalar("<I"))
         entries = [self._entry() for _ in range(self._count(tensors, 24))]
         alignment = metadata.get("general.alignment", ALIGNMENT)
-        if type(alignment) is not int or alignment < 1:
-            raise _damaged(self.path, f"has a corrupt header: general.alignment is {alignment!r}")
-        data = _aligned(self.file.tell(), alignment)
-        return GgufHeader(metadata, tuple(self._placed(entries, data)))
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise _damaged(
+                self.path, f"has a corrupt header: general.alignment is {reprlib.repr(alignment)}, not a power of two"
+            )
+        return GgufHeader(metadata, tuple(self._placed(entries, self.file.tell(), alignment)))
 
     def _scalar(self, code: str) -> Any:
         return struct.unpack(code, self.file.read(struct.calcsize(code)))[0]
 
     def _count(self, count: int, least: int) -> int:
         """Check that `count` entries of at least `least` bytes each fit into the file, and return `count`."""
-        if count * least > self.size - self.file.tell():
+        end = self.file.tell() + count * least
+        if end > self.size:
             raise _damaged(
                 self.path, f"is truncated or corrupt: {count * least} bytes of its header do not fit into it"
             )
+        if end > MAX_HEADER:
+            raise _damaged(self.path, f"has a corrupt header: one of its values has {count * least} bytes")
         return count
 
     def _string(self, longest: int | None = None) -> str:
@@ -118,6 +127,8 @@ class _HeaderReader:
                 raise _damaged(self.path, f"has a corrupt header: a value of type {kind}")
             return self._scalar(SCALARS[kind])
         inner, count = self._scalar("<I"), self._scalar("<Q")
+        if count > MAX_ITEMS:
+            raise _damaged(self.path, f"has a corrupt header: a list of {count} values")
         if inner == STRING:
             return [self._string() for _ in range(self._count(count, 8))]
         if inner not in SCALARS:
@@ -134,23 +145,32 @@ class _HeaderReader:
         shape = tuple(reversed([self._scalar("<Q") for _ in range(dimensions)]))
         number, offset = self._scalar("<I"), self._scalar("<Q")
         if number not in NAMES:
-            raise CheckpointError(f"{self.path}: {name} has the unknown tensor type {number}")
-        if shape[-1:] and shape[-1] % TYPES[NAMES[number]].values:
+            own = ", one of ik_llama.cpp's own" if number >= IK_TYPES else ""
+            raise CheckpointError(f"{self.path}: {name} has the unknown tensor type {number}{own}", UNKNOWN_TYPE)
+        if (shape[-1] if shape else 1) % TYPES[NAMES[number]].values:
             raise _damaged(self.path, f"has a corrupt header: {name} {list(shape)} is no whole {NAMES[number]} blocks")
         return name, shape, NAMES[number], offset
 
-    def _placed(self, entries: list[tuple[str, tuple[int, ...], str, int]], data: int) -> list[TensorInfo]:
+    def _placed(
+        self, entries: list[tuple[str, tuple[int, ...], str, int]], header: int, alignment: int
+    ) -> list[TensorInfo]:
+        """Return the tensors by offset: each must begin right after the padding of the one before it."""
         infos: dict[str, TensorInfo] = {}
-        end = data
+        data = end = _aligned(header, alignment)
         for name, shape, kind, offset in sorted(entries, key=lambda entry: entry[3]):
-            begin = data + offset
-            if name in infos or begin < end:
-                problem = "is there twice" if name in infos else "overlaps the tensor before it"
+            begin, expected = data + offset, _aligned(end - data, alignment) + data
+            if name in infos or begin != expected:
+                problem = (
+                    "overlaps the tensor before it" if begin < end else "does not begin at the next aligned offset"
+                )
+                problem = "is there twice" if name in infos else problem
                 raise _damaged(self.path, f"has a corrupt header: {name} {problem}")
             end = begin + tensor_bytes(kind, shape)
             infos[name] = TensorInfo(name, kind, shape, self.path, begin, end)
         if infos and end > self.size:
             raise _damaged(self.path, f"is truncated: {self.size} bytes of {end}")
+        if self.size > _aligned(end, alignment):
+            raise _damaged(self.path, f"is longer than its header says: {self.size} bytes instead of {end}")
         return list(infos.values())
 
 

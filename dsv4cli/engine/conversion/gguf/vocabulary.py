@@ -1,4 +1,4 @@
-"""Converts a tokenizer.json to GGUF keys and back. No torch.
+"""Converts a tokenizer.json to GGUF keys; `engine/text/gguf_vocabulary.py` converts them back. No torch.
 
 Sources: ggml's docs/gguf.md; llama.cpp, conversion/base.py (token types) and src/llama-vocab.cpp (names of
 pre-tokenizers).
@@ -11,24 +11,23 @@ from typing import Any
 
 from dsv4cli.engine.config.gguf import TOKENS
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.gguf_vocabulary import (
+    CONTROL,
+    DEEPSEEK,
+    DEEPSEEK_PATTERNS,
+    MERGES,
+    NORMAL,
+    PRE,
+    TYPES,
+    UNUSED,
+    USER_DEFINED,
+    WHOLE,
+)
 from dsv4cli.errors import CheckpointError
 
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
-TYPES, MERGES, PRE, WHOLE = (
-    "tokenizer.ggml.token_type", "tokenizer.ggml.merges", "tokenizer.ggml.pre", "tokenizer.huggingface.json",
-)  # fmt: skip
 TEMPLATE = "tokenizer.chat_template"
-# pre-tokenizer patterns of the releases; llama.cpp names them after the first model that used them
-DEEPSEEK_PATTERNS = (
-    r"\p{N}{1,3}",
-    "[一-龥぀-ゟ゠-ヿ]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
-    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
-)
 REMEDY = "copy the tokenizer.json of the release into the folder"
-DEEPSEEK, OTHER = "joyai-llm", "default"
-READ_AS_DEEPSEEK = (DEEPSEEK, "deepseek-v3")
-BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+OTHER = "default"
 # a conversation of texts without tools; `enable_thinking` is llama.cpp's word
 CHAT_TEMPLATE = (
     "{{- '" + tokens.BOS + "' -}}"
@@ -130,39 +129,3 @@ def _template(settings: Mapping[str, Any]) -> str | None:
         named = [one for one in found if isinstance(one, Mapping) and one.get("name") == "default"]
         found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
-
-
-def tokenizer_text(metadata: Mapping[str, Any]) -> str | None:
-    """Return the tokenizer.json of a GGUF model: the embedded one, or one built from its tokens and merges.
-
-    None if it has neither, or uses another pre-tokenizer than DeepSeek-V4.
-    """
-    if isinstance(metadata.get(WHOLE), str):
-        return str(metadata[WHOLE])
-    names, types, merges = (metadata.get(key) for key in (TOKENS, TYPES, MERGES))
-    if not (isinstance(names, list) and isinstance(types, list) and isinstance(merges, list)):
-        return None
-    if metadata.get(PRE) not in READ_AS_DEEPSEEK:
-        return None
-    vocab = {name: id for id, (name, kind) in enumerate(zip(names, types, strict=False)) if kind == NORMAL}
-    added = [
-        {"id": id, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-         "special": kind == CONTROL}
-        for id, (name, kind) in enumerate(zip(names, types, strict=False)) if kind in (CONTROL, USER_DEFINED)
-    ]  # fmt: skip
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in DEEPSEEK_PATTERNS
-    ]
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, BYTE_LEVEL]},
-        "post_processor": None,
-        "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": vocab, "merges": [merge.split(" ") for merge in merges]},
-    }
-    return json.dumps(content, ensure_ascii=False)
