@@ -14,6 +14,10 @@ MAX_SEED = 2**32 - 1
 # logits divided by less overflow, and sampling returns the most likely token anyway
 MIN_TEMPERATURE = 1e-6
 MOST_BIAS = 100.0
+# OpenAI's range of the presence and frequency penalties
+MOST_PENALTY = 2.0
+# range of the repetition penalty: logits stay finite, and far above the logit of a banned token
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
 # the newest token and the drafts are the rows of a step; the state can roll back as many tokens: config/capacity.py
 MOST_DRAFTS = 7
 DRAFT_REMEDY = f"use auto, off or a number from 1 to {MOST_DRAFTS}"
@@ -49,12 +53,23 @@ class Sampling:
         temperature: 0 for greedy.
         top_p: tokens are sampled from the smallest set of most likely tokens with at least this total probability.
         logit_bias: token ids and the biases, from -100 to 100, that are added to their logits before that.
+        top_k: tokens are sampled from this many of the most likely; 0 for all.
+        min_p: tokens are sampled from those at least this many times as likely as the most likely one; 0 for all.
+        presence_penalty: subtracted from the logit of each token that the completion has.
+        frequency_penalty: subtracted from the logit of a token for each time that the completion has it.
+        repetition_penalty: what makes each token of the prompt and completion less likely: a positive logit is divided
+            by it, any other multiplied; 1 for no change.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
         warm = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
@@ -62,12 +77,30 @@ class Sampling:
         remedy = f"use 0 for the likeliest token, or at least {MIN_TEMPERATURE:f}"
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
+        require(self.top_k >= 0, "--top-k", self.top_k, "use a whole number from 1, or 0 for all tokens")
+        require(0 <= self.min_p <= 1, "--min-p", self.min_p, "use a number from 0 to 1")
+        remedy = f"use a number from -{MOST_PENALTY:g} to {MOST_PENALTY:g}"
+        for name in ("presence", "frequency"):
+            penalty = getattr(self, f"{name}_penalty")
+            require(-MOST_PENALTY <= penalty <= MOST_PENALTY, f"--{name}-penalty", penalty, remedy)
+        repetition, remedy = self.repetition_penalty, f"use a number from {LEAST_REPETITION} to {MOST_REPETITION:g}"
+        require(LEAST_REPETITION <= repetition <= MOST_REPETITION, "--repetition-penalty", repetition, remedy)
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"use a whole number from 0 to {MAX_SEED}")
         remedy = f"use numbers from -{MOST_BIAS:.0f} to {MOST_BIAS:.0f}"
         for _, bias in self.logit_bias:
             require(-MOST_BIAS <= bias <= MOST_BIAS, "logit_bias", bias, remedy)
         ids = [token for token, _ in self.logit_bias]
         require(len(ids) == len(set(ids)), "logit_bias", ids, "name each token once")
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether any penalty changes logits."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def filters(self) -> bool:
+        """Whether top-k or min-p may exclude tokens."""
+        return bool(self.top_k or self.min_p)
 
     @cached_property
     def packed_bias(self) -> "array[float]":

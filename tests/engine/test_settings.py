@@ -27,6 +27,17 @@ from dsv4cli.errors import CheckpointError, UsageError
         {"top_p": 0.0},
         {"top_p": 1.01},
         {"top_p": float("nan")},
+        {"top_k": -1},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"min_p": float("nan")},
+        {"presence_penalty": 2.1},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": -2.1},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"repetition_penalty": 101.0},
+        {"repetition_penalty": float("nan")},
         {"seed": -1},
         {"seed": MAX_SEED + 1},
     ],
@@ -67,6 +78,7 @@ def test_what_can_be():
     Sampling(0.0, 1e-9, 0)
     Sampling(MIN_TEMPERATURE, 1.0, MAX_SEED)
     Sampling(1e30)
+    Sampling(top_k=2**40, min_p=1.0, presence_penalty=-2.0, frequency_penalty=2.0, repetition_penalty=0.01)
     Limits(1, 2, 1, 0, ("a",))
     for name in ("auto", "cpu", "cuda", "cuda:0", "cuda:15"):
         check_device(name)

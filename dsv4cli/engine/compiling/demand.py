@@ -19,8 +19,8 @@ from dsv4cli.engine.weights.reserve import CHUNKS, FAR, Workload
 if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
 
-# one sampling setting of each kind that clients may use
-WAYS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5))
+# one sampling setting of each kind that clients may use, one of them with penalties
+WAYS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5), Sampling(1.0, top_k=20, presence_penalty=1.0))
 # earlier tokens before a chunk, to try for a prompt of unknown length
 PLACES = tuple(1 << power for power in range(2, 17))
 # boundaries of the ranges in which the search for sizes that need other kernels begins
@@ -203,7 +203,7 @@ def demand_of(
         longest=longest if drawn else (),
         context=context,
         chunk=limits.prefill_chunk or CHUNKS[0],
-        samplings=tuple({kind_of((one,)): replace(one, seed=0) for one in samplings}.values()),
+        samplings=tuple({(kind_of((one,)), one.penalizes): replace(one, seed=0) for one in samplings}.values()),
         drafting=drafting if drawn else NO_DRAFTS,
         memory=memory,
         load=workload_of(config, limits, lengths, sequences=sequences, drawn=drawn, cache_memory=cache_memory),

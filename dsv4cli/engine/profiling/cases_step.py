@@ -14,7 +14,7 @@ from dsv4cli.kernels import sampling
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.sampling import ref as sampling_ref
 
-TEMPERATURE, TOP_P = 1.0, 0.95
+TEMPERATURE, TOP_P, TOP_K, MIN_P, PENALTY = 1.0, 0.95, 50, 0.02, 1.5
 
 
 def places(bench: BenchmarkInputs) -> Iterator[Case]:
@@ -98,3 +98,34 @@ def samplers(bench: BenchmarkInputs) -> Iterator[Case]:
     yield Case("noise", "sampling", words, needs, 50 * rows * width, NOISE, noise)
     yield Case("chance", "sampling", words, needs, 20 * rows * width, FP32, chance)
     yield Case("logsumexp", "sampling", words, needs, 20 * rows * width, FP32, total)
+
+
+def filters(bench: BenchmarkInputs) -> Iterator[Case]:
+    """Yield what changes logits before the draw: penalties, and top-k with min-p."""
+    rows, width = bench.sequences, bench.shapes.config.vocab_size
+    needs, words = 4 * rows * width, f"{rows} rows of {width}"
+
+    def penalties(bench: BenchmarkInputs) -> Work:
+        # half of the vocabulary occurs
+        seen = torch.arange(width, device=bench.device, dtype=torch.int32).remainder(4).sub(1).clamp(min=0)
+        numbers = torch.arange(rows, device=bench.device)
+        drafts, own = numbers.new_zeros(0, rows), torch.full((3, rows), PENALTY, device=bench.device)
+
+        def through(operation: Operation) -> Operation:
+            return lambda logits, seen: operation(logits, seen, numbers, drafts, own)
+
+        logits = bench.randn(rows, width, dtype=torch.float32)
+        return Work((logits, seen.repeat(rows, 1)), through(sampling.penalize), through(sampling_ref.penalize), 0)
+
+    def top_k(bench: BenchmarkInputs) -> Work:
+        def through(operation: Operation) -> Operation:
+            return lambda logits: operation(logits, counts, gaps)
+
+        counts = torch.full((rows,), TOP_K, device=bench.device)
+        gaps = torch.full((rows,), sampling.gap_of(MIN_P, TEMPERATURE), device=bench.device)
+        logits = bench.randn(rows, width, dtype=torch.float32)
+        return Work((logits,), through(sampling.keep_likeliest), through(sampling_ref.keep_likeliest), 0)
+
+    words_of_top_k = f"{words}, top-k {TOP_K}, min-p {MIN_P}"
+    yield Case("penalties", "sampling", words, 3 * needs, 10 * rows * width, EXACT, penalties)
+    yield Case("top-k", "sampling", words_of_top_k, 2 * needs, 20 * rows * width, EXACT, top_k)

@@ -20,6 +20,7 @@ from dsv4cli.engine.runtime.leader_step import sampled
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.sampling.sampler import check_finite
+from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import ComputedStep
 from dsv4cli.engine.runtime.step_sizes import batch_size
@@ -214,7 +215,7 @@ class _Steps:
     ) -> None:
         self._device, self._drafts = device, drafts
         self._runner = Runner(model, Capacity(load.batch, load.context + 1, drafts=True), device)
-        self._watch = Stopwatch(device)
+        self._watch, self._counts = Stopwatch(device), TokenCounts(device)
         assert self._runner.drafts is not None
         self.drafter = self._runner.drafts.drafter.name
         cache, generator = self._runner.cache, torch.Generator().manual_seed(0)
@@ -247,8 +248,7 @@ class _Steps:
         ran, _ = self._verify(rows)
         assert ran.logits is not None
         check_finite(ran.logits)
-        computed = rows if ran.step is None else ran.step.rows
-        return VerifiedRows(rows, computed, seconds, sampling, self._launches(self._run))
+        return VerifiedRows(rows, ran.step.rows if ran.step else rows, seconds, sampling, self._launches(self._run))
 
     def _verify(self, rows: int) -> tuple[ComputedStep, torch.Tensor]:
         """Run a step of this many rows per sequence. Return it and the sampled tokens, int64 [R]."""
@@ -258,7 +258,7 @@ class _Steps:
         ran = self._run()
         self._watch.mark()
         assert ran.logits is not None
-        tokens = sampled(ran, ran.logits)
+        tokens = sampled(ran, ran.logits, self._counts)
         self._watch.mark()
         return ran, tokens
 

@@ -21,7 +21,7 @@ from dsv4cli.engine.profiling.cases_attention import attentions, index
 from dsv4cli.engine.profiling.cases_linear import linears
 from dsv4cli.engine.profiling.cases_moe import mixture
 from dsv4cli.engine.profiling.cases_state import compressors, keys
-from dsv4cli.engine.profiling.cases_step import places, samplers
+from dsv4cli.engine.profiling.cases_step import filters, places, samplers
 from dsv4cli.engine.profiling.cases_streams import connections, norms, roundings
 from dsv4cli.engine.profiling.ceilings import Ceilings
 from dsv4cli.engine.profiling.clock import Timing, cache_bytes, time_calls
@@ -32,7 +32,9 @@ from dsv4cli.errors import UsageError
 from dsv4cli.kernels.dispatch import Backend, KernelUnsupported, use
 from dsv4cli.kernels.workspace import Workspace
 
-FAMILIES = (places, linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers)
+FAMILIES = (
+    places, linears, roundings, norms, keys, connections, compressors, index, attentions, mixture, samplers, filters
+)  # fmt: skip
 MOST_TOKENS = 65536
 # limits of a case on a CPU, which takes about a second for them
 CPU_BYTES, CPU_FLOPS = 3 * 10**8, 4 * 10**9

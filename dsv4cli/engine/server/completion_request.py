@@ -55,7 +55,8 @@ class CompletionRequest:
     def one_greedy(self) -> bool:
         """Whether each continuation is the single likeliest token, which scoring the prompt finds already."""
         one = self.plans[0]  # the plans differ only in their prompts
-        greedy = one.sampling.temperature == 0 and not one.sampling.logit_bias and not one.ignore_eos
+        own = one.sampling
+        greedy = own.temperature == 0 and not own.logit_bias and not own.penalizes and not one.ignore_eos
         return self.scored and greedy and one.limits.max_tokens == 1 and one.count == 1
 
     def scoring(self) -> list[Request]:

@@ -256,8 +256,12 @@ class TritonStep:
         return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed)
 
     def head(self) -> int:
-        """Return the peak memory of the last streams, the sequences' logits and sampling."""
+        """Return the peak memory of the last streams, the sequences' logits and sampling.
+
+        Sampling holds logits, with biases and penalties, of the likeliest tokens only, noise, probabilities and two
+        temporary tensors, beside the token counts of penalized requests.
+        """
         return (
             self.config.hc_mult * (2 * self.own + self.hidden)
-            + 6 * FP32 * self.batch * self.config.vocab_size * self.ranks
+            + 9 * FP32 * self.batch * self.config.vocab_size * self.ranks
         )

@@ -1,6 +1,11 @@
 """Sampling in plain PyTorch."""
 
+import math
+
 import torch
+
+BANNED = -1e30
+IN_PROMPT, OCCURRENCE = 1, 2
 
 # constants of splitmix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators): the increment of its
 # state, and the factors of its mixing function
@@ -38,6 +43,35 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(-1)
+
+
+def penalize(
+    logits: torch.Tensor, seen: torch.Tensor, places: torch.Tensor, drafts: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    own = seen[places.clamp(min=0)]
+    drafted = torch.zeros_like(own)
+    for tokens in drafts:
+        drafted.scatter_add_(1, tokens.clamp(min=0)[:, None], (tokens >= 0).int()[:, None])
+    counts = own // OCCURRENCE + drafted
+    # fp32 penalties times counts are exact in fp64
+    repetition, frequency, presence = penalties.double()[:, :, None]
+    values = logits.double()
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where((own > 0) | (drafted > 0), repeated, values)
+    values = values - frequency * counts - presence * (counts > 0)
+    return torch.where(places[:, None] < 0, logits, values.float())
+
+
+def keep_likeliest(logits: torch.Tensor, counts: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+    width = logits.shape[1]
+    ordered = logits.sort(dim=-1, descending=True)[0]
+    last = torch.where(counts == 0, width, counts).clamp(max=width) - 1
+    smallest = torch.maximum(ordered.gather(-1, last[:, None]), ordered[:, :1] - gaps[:, None])
+    return logits.masked_fill(logits < smallest, BANNED)
+
+
+def gap_of(min_p: float, temperature: float) -> float:
+    return -temperature * math.log(min_p) if min_p > 0 else math.inf
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,7 @@ def test_options_become_what_is_compiled(dsv4, says, tmp_path):
     assert dsv4(*WARM, "--tp", "2", "--max-context", "900", "--batch", "16", "--draft", "2", "--exact").code == 0
     demand, card = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
     assert (demand.ranks, demand.sequences, demand.longest, demand.drafts) == (2, 16, (900,), 2)
-    assert (demand.exact, demand.length, len(demand.samplings), card) == (True, None, 3, CARDS["h200"])
+    assert (demand.exact, demand.length, len(demand.samplings), card) == (True, None, 4, CARDS["h200"])
 
 
 @pytest.mark.parametrize("options", [(), ("--max-context", "900", "--draft", "2")])

@@ -24,7 +24,8 @@ from dsv4cli.engine.runtime.sampling.logit_masks import BANNED
 from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
-from tests.engine.runtime.test_sampler import slow_nucleus
+from dsv4cli.kernels.sampling import IN_PROMPT, penalize
+from tests.support.plain_sampling import plain_chances
 from tests.support.slow import slow
 from tests.support.speculation import always_draft
 from tests.support.synthetic import DSPARK, SMALL
@@ -82,12 +83,28 @@ def drafted(table: torch.Tensor, draws: Draws) -> torch.Tensor:
     return speculate(TableDrafter(table), (hidden, None), given, before, unplaced, DRAFTS)[:, :DRAFTS].long()
 
 
-def drawn(logits: torch.Tensor, drafts: torch.Tensor, draws: Draws, rule: Rule) -> tuple[torch.Tensor, torch.Tensor]:
+def sampled(logits: torch.Tensor, completion: torch.Tensor, draws: Draws, sampling: Sampling) -> torch.Tensor:
+    """A token of each row, as the engine samples it after FIRST as the prompt and a completion, int64 [R, n]."""
+    if sampling.penalizes:
+        seen = torch.zeros(1, VOCABULARY, dtype=torch.int32)
+        seen[0, FIRST] = IN_PROMPT
+        penalties = [sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty]
+        own = torch.tensor(penalties)[:, None].repeat(1, len(logits))
+        logits = penalize(logits, seen, torch.zeros_like(draws.seeds), completion.T.contiguous(), own)
+    return sample(logits, draws)
+
+
+def drawn(
+    logits: torch.Tensor, drafts: torch.Tensor, draws: Draws, rule: Rule, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What the model draws after FIRST and after each draft, int64 [R, 1 + DRAFTS], and how many drafts it accepts."""
     newest = torch.full((REQUESTS, 1), FIRST)
     before = torch.cat((newest, drafts), 1)
     places = [replace(draws, positions=draws.positions + ahead) for ahead in range(1 + DRAFTS)]
-    own = torch.stack([sample(logits[before[:, ahead]], place) for ahead, place in enumerate(places)], 1)
+    own = torch.stack(
+        [sampled(logits[before[:, ahead]], drafts[:, :ahead], place, sampling) for ahead, place in enumerate(places)],
+        1,
+    )
     own = rule(own, drafts, logits.argmax(-1)[before])
     numbers = torch.arange(REQUESTS)
     verified = Verified(numbers, draws.positions - 1, numbers * (1 + DRAFTS), torch.full_like(numbers, DRAFTS), drafts)
@@ -112,26 +129,28 @@ def draws_of(sampling: Sampling) -> Draws:
     """Of the token after FIRST: four requests of each seed, at places far apart."""
     numbers = torch.arange(REQUESTS)
     one = Draws.of([sampling], [0], "cpu")
-    alike = one.temperatures.expand(REQUESTS), one.limits.expand(REQUESTS)
+    alike = (own.expand(REQUESTS) for own in (one.temperatures, one.limits, one.counts, one.gaps))
     return Draws(1 + numbers // 4, 5 + 100 * (numbers % 4), *alike, one.kind)
 
 
 def pairs(logits: torch.Tensor, table: torch.Tensor, sampling: Sampling, rule: Rule) -> torch.Tensor:
     """The first two tokens of each request, int64 [REQUESTS, 2]."""
     draws = draws_of(sampling)
-    own, accepted = drawn(logits, drafted(table, draws), draws, rule)
+    own, accepted = drawn(logits, drafted(table, draws), draws, rule, sampling)
     # the next step's first row
     short = (accepted == 0).nonzero()[:, 0]
-    place = draws.seeds[short], draws.positions[short] + 1, draws.temperatures[short], draws.limits[short]
-    own[short, 1] = sample(logits[own[short, 0]], Draws(*place, draws.kind))
+    alike = (one[short] for one in (draws.temperatures, draws.limits, draws.counts, draws.gaps))
+    place = Draws(draws.seeds[short], draws.positions[short] + 1, *alike, draws.kind)
+    own[short, 1] = sampled(logits[own[short, 0]], own[short, :1], place, sampling)
     return own[:, :2]
 
 
-def chances_of(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Of each token after each: fp64 [V, V]."""
-    chances = (logits.double() / sampling.temperature).softmax(-1)
-    inside = torch.tensor([slow_nucleus(row, sampling.top_p) for row in chances.tolist()], dtype=torch.float64)
-    return inside / inside.sum(-1, keepdim=True)
+def chances_of(logits: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the first token, fp64 [V], and of the second after each, fp64 [V, V]."""
+    rows = logits.tolist()
+    first = plain_chances(rows[FIRST], [FIRST], [], sampling)
+    second = [plain_chances(row, [FIRST], [token], sampling) for token, row in enumerate(rows)]
+    return torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
 
 
 def chi_square(found: torch.Tensor, chances: torch.Tensor) -> float:
@@ -147,14 +166,15 @@ def chi_square(found: torch.Tensor, chances: torch.Tensor) -> float:
     return float(torch.special.gammaincc((known.sum() - 1) / 2, distance / 2))
 
 
-def likelihood(tokens: torch.Tensor, chances: torch.Tensor) -> float:
+def likelihood(tokens: torch.Tensor, chances: tuple[torch.Tensor, torch.Tensor]) -> float:
     """The least of chi-square of the first token, of the second, and of both."""
-    both = chances[FIRST][:, None] * chances
+    both = chances[0][:, None] * chances[1]
     first, second = tokens.unbind(1)
-    cells = (first, chances[FIRST]), (second, both.sum(0)), (first * VOCABULARY + second, both.flatten())
+    cells = (first, chances[0]), (second, both.sum(0)), (first * VOCABULARY + second, both.flatten())
     return min(chi_square(found, expected) for found, expected in cells)
 
 
+PENALTIES = Sampling(1.0, presence_penalty=1.5, frequency_penalty=-0.75, repetition_penalty=1.3)
 # sampling, whether tokens are banned
 SAMPLINGS = {
     "T=1": (Sampling(1.0), False),
@@ -162,6 +182,11 @@ SAMPLINGS = {
     "top-p": (Sampling(1.0, 0.9), False),
     "banned": (Sampling(1.0), True),
     "all": (Sampling(0.7, 0.9), True),
+    "top-k": (Sampling(1.0, top_k=5), False),
+    "min-p": (Sampling(1.5, min_p=0.1), False),
+    "filters": (Sampling(1.5, 0.8, top_k=9, min_p=0.02), False),
+    "penalties": (PENALTIES, False),
+    "everything": (replace(PENALTIES, temperature=0.8, top_p=0.9, top_k=12, min_p=0.01), True),
 }
 CASES = [(name, drafter) for name in SAMPLINGS for drafter in ("near", "elsewhere", "blind")]
 FAST = {("T=1", "near")}
@@ -177,8 +202,9 @@ def test_drafted_tokens_follow_the_model(name, drafter):
     assert likelihood(tokens, chances_of(logits, sampling)) > 0.01
     # for this reason: no draft changes a token
     draws = draws_of(sampling)
-    first = sample(logits[torch.full((REQUESTS,), FIRST)], draws)
-    second = sample(logits[first], replace(draws, positions=draws.positions + 1))
+    none = torch.zeros(REQUESTS, 0, dtype=torch.int64)
+    first = sampled(logits[torch.full((REQUESTS,), FIRST)], none, draws, sampling)
+    second = sampled(logits[first], first[:, None], replace(draws, positions=draws.positions + 1), sampling)
     assert torch.equal(tokens, torch.stack((first, second), 1))
 
 
@@ -199,12 +225,23 @@ def test_tokens_behind_a_rejected_draft_are_noticed(monkeypatch):
     assert likelihood(pairs(logits, drafters()["near"], sampling, as_drawn), chances_of(logits, sampling)) < 1e-6
 
 
-@pytest.mark.parametrize("name", [pytest.param("T=1", marks=pytest.mark.slow), "top-p"])
+@pytest.mark.slow
+def test_penalties_that_do_not_see_drafts_are_noticed(monkeypatch):
+    honest, logits = penalize, model()
+
+    def blind(logits, seen, places, drafts, penalties):
+        return honest(logits, seen, places, drafts[:0], penalties)
+
+    monkeypatch.setitem(globals(), "penalize", blind)
+    assert likelihood(pairs(logits, drafters()["near"], PENALTIES, as_drawn), chances_of(logits, PENALTIES)) < 1e-6
+
+
+@pytest.mark.parametrize("name", [*slow("T=1", "filters"), "top-p"])
 def test_a_drafter_that_knows_the_model_is_always_right(name):
-    """Its draws have the noise, the temperature and the nucleus of the model's at the same place."""
+    """Its draws have the noise, the temperature, the nucleus and the filters of the model's at the same place."""
     sampling, _ = SAMPLINGS[name]
     draws = draws_of(sampling)
-    _, accepted = drawn(model(), drafted(model(), draws), draws, as_drawn)
+    _, accepted = drawn(model(), drafted(model(), draws), draws, as_drawn, sampling)
     assert (accepted == DRAFTS).all()
 
 

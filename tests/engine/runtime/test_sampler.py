@@ -10,6 +10,7 @@ from dsv4cli.engine.settings import MIN_TEMPERATURE, Sampling
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.kernels.sampling import draw, greedy, limit_of, noise
 from dsv4cli.kernels.sampling.ref import nucleus
+from tests.support.plain_sampling import plain_chances, plain_nucleus
 
 ROWS, VOCABULARY = 2000, 7
 
@@ -24,18 +25,6 @@ def drawn(logits: torch.Tensor, sampling: Sampling, seeds: list[int], positions:
     return sample(logits, Draws.of(samplings, positions, logits.device))
 
 
-def slow_nucleus(chances: list[float], top_p: float) -> list[float]:
-    """The smallest set of likeliest tokens that has at least top_p, but for 2 ** -16, with all that are as likely; all
-    of them for 1."""
-    if top_p == 1:
-        return chances
-    smallest, total = max(chances), 0.0
-    for chance in sorted(chances, reverse=True):
-        smallest = smallest if total >= top_p - 2.0**-16 else chance
-        total += chance
-    return [chance if chance >= smallest else 0.0 for chance in chances]
-
-
 @pytest.mark.parametrize("top_p", [1e-9, 0.1, 0.5, 0.51, 0.999, 1.0])
 @pytest.mark.parametrize("vocabulary", [1, 2, 101])
 def test_the_nucleus_is_that_of_the_definition(vocabulary, top_p):
@@ -45,7 +34,7 @@ def test_the_nucleus_is_that_of_the_definition(vocabulary, top_p):
         chances[1] = 0.0
         chances[1, vocabulary // 2] = 1.0  # all in one
     for ours, row in zip(nucleus(chances, torch.full((5,), limit_of(top_p))), chances, strict=True):
-        assert torch.equal(ours, torch.tensor(slow_nucleus(row.tolist(), top_p)))
+        assert torch.equal(ours, torch.tensor(plain_nucleus(row.tolist(), top_p)))
         assert (ours > 0).any()
 
 
@@ -63,14 +52,21 @@ def test_noise_is_that_of_a_seed_at_a_place():
     assert torch.equal(drawn(logits, Sampling(), seeds, positions), expected)
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6)])
-def test_draws_follow_the_probabilities(temperature, top_p):
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        *(Sampling(temperature, top_p) for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (3.0, 1.0), (1.0, 0.6))),
+        Sampling(1.0, top_k=3),
+        Sampling(3.0, min_p=0.6),
+        # top-p of what top-k and min-p leave: 0.75 of all would be three of these four
+        Sampling(2.0, 0.75, top_k=5, min_p=0.5),
+    ],
+    ids=str,
+)
+def test_draws_follow_the_probabilities(sampling):
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5, -3.0, 1.5])
-    chances = (logits / temperature).softmax(-1)
-    if top_p < 1:
-        chances = torch.tensor(slow_nucleus(chances.tolist(), top_p))
-        chances /= chances.sum()
-    found = drawn(logits.expand(ROWS, -1), Sampling(temperature, top_p), *origins(ROWS))
+    chances = torch.tensor(plain_chances(logits.tolist(), [], [], sampling))
+    found = drawn(logits.expand(ROWS, -1), sampling, *origins(ROWS))
     frequencies = found.bincount(minlength=VOCABULARY) / ROWS
     # four standard deviations of a frequency
     assert ((frequencies - chances).abs() <= 4 * (chances * (1 - chances) / ROWS).sqrt()).all()
@@ -90,10 +86,13 @@ KINDS = [
     ([Sampling(0.0), Sampling(0.0, 0.5, 3)], "greedy"),
     ([Sampling(1.0), Sampling(0.0, 0.5), Sampling(0.3, seed=9)], "draw"),
     ([Sampling(0.0), Sampling(0.3, seed=9), Sampling(1.0, 0.4, 5)], "nucleus"),
+    ([Sampling(0.0, top_k=2), Sampling(0.0, min_p=0.5)], "greedy"),
+    ([Sampling(0.0, min_p=1.0), Sampling(0.3, 0.8, 9, top_k=2**40), Sampling(1.5, seed=5, top_k=3)], "filtered"),
+    ([Sampling(1.0), Sampling(2.0, 0.4, min_p=0.1), Sampling(1.0, 0.4, 5)], "filtered"),
 ]
 
 
-@pytest.mark.parametrize(("samplings", "kind"), KINDS, ids=[kind for _, kind in KINDS])
+@pytest.mark.parametrize(("samplings", "kind"), KINDS, ids=[f"{kind}{n}" for n, (_, kind) in enumerate(KINDS)])
 def test_rows_of_one_batch_have_numbers_of_their_own(samplings, kind):
     logits, positions = torch.randn(len(samplings), 300), [5, 7, 2**20][: len(samplings)]
     draws = Draws.of(samplings, positions, logits.device)

@@ -100,9 +100,9 @@ class CapturedDraft:
         """Capture the drafting after `step`."""
         numbers, device = step.numbers, step.numbers.slots.device
         self._next_ids = torch.zeros(step.size * step.rows, dtype=torch.int64, device=device)
-        self._numbers = torch.zeros(5, step.size, dtype=torch.int64, device=device)
-        held, drafted, next_ids = step.held, self._numbers[4], self._next_ids
-        draws = Draws.within(self._numbers[:4], kind)
+        self._numbers = torch.zeros(6, step.size, dtype=torch.int64, device=device)
+        held, drafted, next_ids = step.held, self._numbers[5], self._next_ids
+        draws = Draws.within(self._numbers[:5], kind)
         rows, drafts = step.rows, numbers.ids.view(step.size, step.rows)[:, 1:]
 
         def compute() -> torch.Tensor:

@@ -1,25 +1,28 @@
-"""Applies logit biases and constraints to the model's logits before sampling."""
+"""Applies logit biases, penalties and constraints to the model's logits before sampling."""
 
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
+from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.device import upload
-
-# far below any logit, and finite at the lowest temperature
-BANNED = -1e30
+from dsv4cli.kernels.sampling import BANNED
 
 
-def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits fp32 [R, V] with each request's bias, and `BANNED` for tokens that its constraint forbids.
+def drawable(ready: Sequence[Chunk], logits: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
+    """Return the logits fp32 [R, V] with each request's bias, then its penalties, and `BANNED` for tokens that its
+    constraint forbids.
 
     Each chunk has a row for its newest token and one for each draft token. Banned tokens apply to the first of these
     rows
     only. The given logits are not changed, and are returned as they are if nothing applies. Nothing waits for the
     device.
+
+    Args:
+        counts: the tokens that penalized requests have.
     """
     biased: list[tuple[int, Sampling]] = []
     banned: list[tuple[int, int]] = []
@@ -35,11 +38,13 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
             found = zip(rows, constraint.masks(chunk.drafts), strict=False)
             masks |= {row: mask for row, mask in found if mask is not None}
         first = rows.stop
-    if not biased and not banned and not masks:
-        return logits
-    logits = logits.clone()
     if biased:
-        _add(logits, biased)
+        logits = _biased(logits, biased)
+    penalized = any(chunk.request.sampling.penalizes for chunk in ready)
+    if penalized:
+        logits = counts.penalized(ready, logits)
+    if (banned or masks) and not biased and not penalized:
+        logits = logits.clone()
     if banned:
         rows_of, tokens = upload(torch.tensor(banned, device="cpu").T.contiguous(), logits.device)
         logits[rows_of, tokens] = BANNED
@@ -48,8 +53,8 @@ def drawable(ready: Sequence[Chunk], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
-    """Add biases to logits.
+def _biased(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> torch.Tensor:
+    """Return a copy of the logits with biases added.
 
     Args:
         biased: rows of the logits, each with the sampling whose biases are added.
@@ -58,7 +63,9 @@ def _add(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> None:
     rows = np.repeat([float(row) for row, _ in biased], [own.shape[1] for own in packed])
     columns = upload(torch.from_numpy(np.vstack([rows, np.hstack(packed)])), logits.device)
     places = columns[:2].long()
+    logits = logits.clone()
     logits[places[0], places[1]] += columns[2].float()
+    return logits
 
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:

@@ -1,4 +1,4 @@
-"""Samples a token from logits: greedy, or at a temperature from the top-p nucleus."""
+"""Samples a token from logits: greedy, or at a temperature with top-k, min-p and top-p."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.system.device import upload
 from dsv4cli.errors import UnsoundResult
-from dsv4cli.kernels.sampling import draw, draw_nucleus, greedy, limit_of, noise
+from dsv4cli.kernels.sampling import draw, draw_nucleus, gap_of, greedy, keep_likeliest, limit_of, noise
 
 
 def check_finite(logits: torch.Tensor) -> None:
@@ -26,7 +26,9 @@ def not_finite() -> UnsoundResult:
     )
 
 
-Kind = Literal["greedy", "draw", "nucleus"]
+# the largest top-k that is passed on: more than any vocabulary has
+MOST_COUNT = 2**31 - 1
+Kind = Literal["greedy", "draw", "nucleus", "filtered"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,18 @@ class Draws:
         positions: int64 [R], the number of tokens before the sampled one.
         temperatures: fp32 [R]; 0 is greedy.
         limits: int64 [R], of each row's nucleus (kernels/sampling.limit_of).
-        kind: what the rows need together: "greedy" if all are greedy, "draw" if none has a nucleus.
+        counts: int64 [R], each row's top-k, and
+        gaps: fp32 [R], what follows from its min-p (both: kernels/sampling.keep_likeliest).
+        kind: what the rows need together: "greedy" if all are greedy, "draw" if none has a nucleus, "filtered" if any
+            has top-k or min-p.
     """
 
     seeds: torch.Tensor
     positions: torch.Tensor
     temperatures: torch.Tensor
     limits: torch.Tensor
+    counts: torch.Tensor
+    gaps: torch.Tensor
     kind: Kind
 
     @classmethod
@@ -54,18 +61,24 @@ class Draws:
 
     @classmethod
     def within(cls, numbers: torch.Tensor, kind: Kind) -> "Draws":
-        """Return the draws that view these numbers, int64 [4, R], in the layout of `packed`."""
-        temperatures = numbers[3].view(torch.float32)[: numbers.shape[1]]
-        return cls(numbers[0], numbers[1], temperatures, numbers[2], kind)
+        """Return the draws that view these numbers, int64 [5, R], in the layout of `packed`."""
+        temperatures, gaps = numbers[4].view(torch.float32).view(2, -1)
+        return cls(numbers[0], numbers[1], temperatures, numbers[2], numbers[3], gaps, kind)
 
 
 def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
-    """Return the numbers of rows on the host: int64 [4, R], seeds, positions, limits, and temperatures as fp32."""
+    """Return the numbers of rows on the host: int64 [5, R].
+
+    They are seeds, positions, limits, counts, and as fp32 all temperatures, then all gaps.
+    """
     seeds, limits = [one.seed for one in samplings], [limit_of(one.top_p) for one in samplings]
-    numbers = torch.tensor([seeds, [*positions], limits, [0] * len(samplings)], dtype=torch.int64, device="cpu")
-    numbers[3].view(torch.float32)[: len(samplings)] = torch.tensor(
-        [one.temperature for one in samplings], device="cpu"
-    )
+    # above any vocabulary all counts mean the same
+    counts = [min(one.top_k, MOST_COUNT) if one.temperature else 0 for one in samplings]
+    none = [0] * len(samplings)
+    numbers = torch.tensor([seeds, [*positions], limits, counts, none], dtype=torch.int64, device="cpu")
+    gaps = [gap_of(one.min_p if one.temperature else 0.0, one.temperature) for one in samplings]
+    temperatures = [one.temperature for one in samplings]
+    numbers[4].view(torch.float32)[:] = torch.tensor(temperatures + gaps, dtype=torch.float32, device="cpu")
     return numbers
 
 
@@ -74,6 +87,8 @@ def kind_of(samplings: Iterable[Sampling]) -> Kind:
     warm = [one for one in samplings if one.temperature > 0]
     if not warm:
         return "greedy"
+    if any(one.filters for one in warm):
+        return "filtered"
     return "nucleus" if any(one.top_p < 1 for one in warm) else "draw"
 
 
@@ -89,4 +104,6 @@ def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     made = noise(draws.seeds, draws.positions, logits.shape[1])
     if draws.kind == "draw":
         return draw(logits, made, draws.temperatures)
+    if draws.kind == "filtered":
+        logits = keep_likeliest(logits, draws.counts, draws.gaps)
     return draw_nucleus(logits, made, draws.temperatures, draws.limits)

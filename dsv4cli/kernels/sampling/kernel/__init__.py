@@ -7,6 +7,7 @@ import triton.language as tl
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.sampling.kernel.filters import ban_below, find_threshold, penalize_part
 from dsv4cli.kernels.sampling.kernel.split import NOWHERE, STEP, best_of, divided, mixed, partial
 from dsv4cli.kernels.sampling.kernel.top_p import (
     BINS,
@@ -26,6 +27,8 @@ from dsv4cli.kernels.sampling.kernel.top_p import (
 
 # warps of a program with floating-point sums: fixed, so that a row's bits do not depend on the number of rows
 SUMMING = {"num_warps": 8}
+# warps of the program that searches a whole row for its threshold
+SEARCHING = 16
 # programs of a nucleus kernel: each first reads the state of the search, which takes longer than one part of a row
 PROGRAMS = 1024
 
@@ -49,6 +52,42 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     if rows:
         _largest[(parts, rows)](logits, best, columns, logits.stride(0), width, part, **warps(rows), **overlap(logits))
     return first_of_best(best, columns)
+
+
+def penalize(
+    logits: torch.Tensor, seen: torch.Tensor, places: torch.Tensor, drafts: torch.Tensor, penalties: torch.Tensor
+) -> torch.Tensor:
+    check(logits)
+    check_numbers(places, torch.int64)
+    rows, width = logits.shape
+    if seen.dtype != torch.int32 or not (seen.is_contiguous() and drafts.is_contiguous() and penalties.is_contiguous()):
+        raise KernelUnsupported("the Triton kernel requires contiguous int32 counts, draft tokens and penalties")
+    penalized = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
+    part, parts = divided(width)
+    if rows:
+        penalize_part[(parts, rows)](
+            logits, seen, places, drafts, penalties, penalized, logits.stride(0), len(drafts), rows, width, part,
+            num_warps=4, **overlap(logits),
+        )  # fmt: skip
+    return penalized
+
+
+def keep_likeliest(logits: torch.Tensor, counts: torch.Tensor, gaps: torch.Tensor) -> torch.Tensor:
+    check(logits)
+    check_numbers(counts, torch.int64)
+    check_numbers(gaps, torch.float32)
+    rows, width = logits.shape
+    kept = torch.empty(rows, width, dtype=torch.float32, device=logits.device)
+    thresholds = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    part, parts = divided(width)
+    if rows:
+        find_threshold[(rows,)](
+            logits, counts, gaps, thresholds, logits.stride(0), width, num_warps=SEARCHING, **overlap(logits)
+        )
+        ban_below[(parts, rows)](
+            logits, thresholds, kept, logits.stride(0), width, part, num_warps=4, **overlap(logits)
+        )
+    return kept
 
 
 def draw(logits: torch.Tensor, noise: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
