@@ -25,7 +25,7 @@ PANELS = {
     "Input": "file messages prompts score system special-tokens skip-bad prompt ids like steps limit choices",
     "Session": "continue resume sessions session no-history",
     "Tools": "tools tool-exec tool-timeout yes max-rounds",
-    "Server": "url api-key-file host port alias max-queue grace reasoning-field no-store",
+    "Server": "url api-key-file share-cache host port alias max-queue grace reasoning-field no-store",
     "Layout": "to ranks experts attention max-shard-size",
     "Questions": "values tensor layer tree for fit diff",
     OTHER_SIDE: "",

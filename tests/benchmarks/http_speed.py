@@ -22,6 +22,7 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.server.accounts import Accounts
 from dsv4cli.engine.server.build import ServeOptions, build_server
 from dsv4cli.engine.server.guard import Guard
 from dsv4cli.engine.server.http import bound_socket
@@ -61,7 +62,7 @@ def main() -> None:
             print(f"{source.name} on {device}, {given.tokens} tokens an answer, draft {given.draft}; tokens/s")
             alone = {count: run_alone(engine, ids[:count], limits) for count in counts}
             offer = ServeOptions(
-                dialogue, (given.model,), RequestDefaults("off", GREEDY, None, limits), Guard((), "127.0.0.1")
+                dialogue, (given.model,), RequestDefaults("off", GREEDY, None, limits), Guard(Accounts(), "127.0.0.1")
             )
             asyncio.run(run_served(engine, offer, alone, given.tokens))
 

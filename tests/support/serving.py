@@ -13,6 +13,7 @@ from dsv4cli.engine.chat.dialogue import Dialogue, open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.usage import Usage
+from dsv4cli.engine.server.accounts import Accounts
 from dsv4cli.engine.server.async_engine import AsyncEngine
 from dsv4cli.engine.server.build import ServeOptions, build_server
 from dsv4cli.engine.server.guard import Guard
@@ -23,6 +24,7 @@ from dsv4cli.engine.settings import AUTO_DRAFTING, Limits, Sampling
 from tests.support.shared_models import shared_model
 from tests.support.waiting import comes as comes
 
+NO_KEYS = Accounts()
 GREEDY = Sampling(0.0)
 USUAL = Limits(max_tokens=64)
 SHARE = CacheOptions(64 << 20, 50.0)
@@ -115,23 +117,27 @@ def _read(response: HTTPResponse) -> tuple[int, Any]:
 
 
 @contextmanager
-def served(model: str = "nano", keys: tuple[bytes, ...] = (), think: str = "off", **offered: Any) -> Iterator[Served]:
+def served(model: str = "nano", accounts: Accounts = NO_KEYS, think: str = "off", **offered: Any) -> Iterator[Served]:
     """A server for a model, by its name; its answers are greedy where a request does not say otherwise."""
     dialogue, loaded = open_dialogue(resolve_model(model), think), shared_model(model)
     limits, share = offered.get("own_limits", USUAL), offered.pop("share", SHARE)
     made = ready_engine(loaded, share, limits, "cpu", None, AUTO_DRAFTING, lambda _: None)
-    with made as engine, serving(dialogue, engine, model, keys, think, **offered) as one:
+    with made as engine, serving(dialogue, engine, model, accounts, think, **offered) as one:
         yield one
 
 
 @contextmanager
 def serving(
-    dialogue: Dialogue, engine: Any, model: str, keys: tuple[bytes, ...] = (), think: str = "off", **offered: Any
+    dialogue: Dialogue, engine: Any, model: str, accounts: Accounts = NO_KEYS, think: str = "off", **offered: Any
 ) -> Iterator[Served]:
     """A server for an engine."""
     limits = offered.pop("own_limits", USUAL)
     offer = ServeOptions(
-        dialogue, (model,), RequestDefaults(think, GREEDY, None, limits), Guard(keys, "127.0.0.1"), **offered
+        dialogue,
+        (model,),
+        RequestDefaults(think, GREEDY, None, limits),
+        Guard(accounts, "127.0.0.1"),
+        **offered,
     )
     ready, made = threading.Event(), []
     lines: list[str] = []

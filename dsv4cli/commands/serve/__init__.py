@@ -30,7 +30,20 @@ AliasOpt = Annotated[
     typer.Option(metavar="NAME", help="Model name for clients; may be repeated. Defaults to the model's own name."),
 ]
 ApiKeyFileOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="File of API keys, one per line; clients must send one of them.")
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="File of API keys; clients must send one of them. One key per line, optionally with a name and limits per "
+        "minute: KEY name=alice requests=60 tokens=100000. SIGHUP rereads it.",
+    ),
+]
+ShareCacheOpt = Annotated[
+    bool,
+    typer.Option(
+        "--share-cache",
+        help="Share cached prefixes between API keys. By default, the holder of one key cannot find out by timing what "
+        "others have sent.",
+    ),
 ]
 MaxQueueOpt = Annotated[
     int,
@@ -89,6 +102,7 @@ def serve(
     alias: AliasOpt = None,
     tp: ServeTpOpt = None,
     api_key_file: ApiKeyFileOpt = None,
+    share_cache: ShareCacheOpt = False,
     max_queue: MaxQueueOpt = 256,
     step_ms: StepMsOpt = None,
     cache_memory: CacheMemoryOpt = None,
@@ -107,7 +121,9 @@ def serve(
     names = tuple(alias or ())
     _check(options.device, context.obj.torchrun, host, names)
     compiler = early_compiler(options)
-    from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
+    from dsv4cli.engine.server.accounts import Accounts
+    from dsv4cli.engine.server.api_keys import read_keys
+    from dsv4cli.engine.server.guard import Guard, is_loopback
     from dsv4cli.engine.server.warm import CacheOptions
     from dsv4cli.engine.settings import parse_size
 
@@ -117,7 +133,10 @@ def serve(
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     share = CacheOptions(memory, step_ms)
-    policy = Policy(Guard(keys, host), share, names, max_queue, grace, options.seed, fields, log_prompts, not no_store)
+    guard = Guard(Accounts(keys, share_cache=share_cache), host)
+    policy = Policy(
+        guard, share, names, max_queue, grace, options.seed, fields, log_prompts, not no_store, api_key_file
+    )
     code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)
 

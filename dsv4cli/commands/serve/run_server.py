@@ -7,12 +7,13 @@ import socket
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
+from dsv4cli.commands.serve.hang_up import HangUp
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import ReaderGone, duration_text
 
@@ -50,6 +51,7 @@ class Policy:
         reasoning_fields: Fields of the reasoning in OpenAI API responses.
         log_prompts: Print each prompt to stderr.
         store: Store responses of the Responses API.
+        key_file: File of API keys, which SIGHUP rereads.
     """
 
     guard: "Guard"
@@ -61,6 +63,7 @@ class Policy:
     reasoning_fields: tuple[str, ...]
     log_prompts: bool
     store: bool
+    key_file: Path | None = None
 
     def offer(self, job: Job) -> "ServeOptions":
         """Return the options of the server for this job: model names, request defaults and limits."""
@@ -119,8 +122,7 @@ class Running:
         asked, server = build_server(
             engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)
         )
-        for number in _ending_signals():
-            asyncio.get_running_loop().add_signal_handler(number, self._end, number, server)
+        self._handle_signals(server)
         running = asyncio.create_task(server.serve([bound]))
         ends: set[asyncio.Future[Any]] = {running, asked.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -132,6 +134,19 @@ class Running:
         if not asked.close(LAST_STEP_SECONDS):
             self._leave_now()
         return 128 + self._number
+
+    def _handle_signals(self, server: "HttpServer") -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._end, number, server)
+        hang_up = HangUp(self._policy.key_file, self._policy.guard.accounts, self._say)
+
+        def end_or_reread() -> None:
+            if hang_up.handle():
+                self._end(signal.SIGHUP, server)
+
+        if hang_up.wanted:
+            loop.add_signal_handler(signal.SIGHUP, end_or_reread)
 
     def _note_weights(self) -> None:
         self._weights = perf_counter()
@@ -175,9 +190,3 @@ class Running:
     def _leave_now(self) -> None:
         self._leave(self._number)
         os._exit(128 + self._number)
-
-
-def _ending_signals() -> list[signal.Signals]:
-    """Return the signals that shut the server down gracefully. SIGHUP (closed terminal) is left out under nohup."""
-    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]

@@ -60,6 +60,7 @@ def described(request: Request) -> dict[str, Any]:
         "max_context": request.limits.max_context,
         "end": request.end,
         "keep": request.keep,
+        "cache_scope": request.cache_scope,
         "scored": request.scored,
         "sampling": asdict(request.sampling),
     }

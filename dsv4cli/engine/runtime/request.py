@@ -67,6 +67,7 @@ class Request:
         constraint: restricts its tokens.
         stop_ids: the tokens that end it; None for the model's end tokens.
         keep: prompt lengths at which the prefix cache keeps the state.
+        cache_scope: the request shares cached prefixes only with requests of the same scope.
         scored: whether the prompt's tokens are scored instead of continued.
         name: what messages call the prompt.
 
@@ -78,6 +79,7 @@ class Request:
         cached: how many prompt tokens were a cache hit.
         sequence: its state in the KV cache; None while it is queued.
         drafts: draft tokens that the next step verifies.
+        drafted, accepted: draft tokens that were verified so far, and accepted.
         usual_chunk: prompt tokens in a step, unless its limits say otherwise.
         packed: `ids` as int32, up to the last call of `pack`: quick to compare and to send.
         borders: a hash of the tokens up to each block boundary, as far as the prefix cache has asked for them.
@@ -91,12 +93,15 @@ class Request:
     keep: tuple[int, ...] = ()
     scored: bool = False
     name: str = "the prompt"
+    cache_scope: str = ""
     number: int = -1
     end: int = 0
     done: int = 0
     cached: int = 0
     sequence: Sequence | None = None
     drafts: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     usual_chunk: int = USUAL_CHUNK
     packed: bytearray = field(default_factory=bytearray)
     borders: list[int] = field(default_factory=list)

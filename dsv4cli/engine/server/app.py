@@ -164,7 +164,9 @@ class App:
             self.service.log(_line(scope, status, perf_counter() - start, usage))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: BoundedProtocol | None) -> None:
-        self.guard.check(scope["path"], Headers(scope=scope))
+        scope["state"]["account"] = account = self.guard.check(scope["path"], Headers(scope=scope))
+        if scope["method"] == "POST":
+            account.admit()
         if connection is not None and scope["path"] not in OPEN_PATHS:
             connection.admitted = True
             if connection.late and connection.crowded:

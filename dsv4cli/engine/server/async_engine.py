@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from time import perf_counter
 
 from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.usage import Usage
+from dsv4cli.engine.server.accounts import ANYONE, Account
 from dsv4cli.engine.server.engine_thread import EngineThread, Update
 from dsv4cli.engine.server.gathering import Gathering
 from dsv4cli.engine.server.metrics import Metrics
@@ -30,12 +32,16 @@ class EngineCall:
     Leaving the context cancels the requests that have not finished. So does a client that does not read its answer.
 
     Attributes:
+        requests: all of its requests.
         open: the requests that have not finished.
         broken_off: True if requests were cancelled before they finished.
+        first_token: seconds until the first token of an answer, None before.
     """
 
-    def __init__(self, engine: "AsyncEngine", requests: Sequence[Request]) -> None:
-        self._engine, self.open, self.broken_off = engine, set(requests), False
+    def __init__(self, engine: "AsyncEngine", requests: Sequence[Request], account: Account = ANYONE) -> None:
+        self.requests, self.open, self.broken_off = requests, set(requests), False
+        self.first_token: float | None = None
+        self._engine, self._account, self._began = engine, account, perf_counter()
         self._updates: list[Update] = []
         self._unread = 0
         self._arrived = asyncio.Event()
@@ -53,6 +59,9 @@ class EngineCall:
         """
         self._updates.append(update)
         self._arrived.set()
+        self._account.charge(len(update.tokens))
+        if update.tokens and self.first_token is None:
+            self.first_token = update.time - self._began
         self._unread += sum(1 + len(token.top) for token in update.tokens)
         if self._unread > MOST_UNREAD and self.open:
             self._break_off()
@@ -150,8 +159,8 @@ class AsyncEngine:
         except TimeoutError:
             raise Refusal(503, "the engine does not respond") from None
 
-    def call(self, requests: Sequence[Request]) -> EngineCall:
-        """Submit requests to the engine.
+    def call(self, requests: Sequence[Request], account: Account) -> EngineCall:
+        """Submit requests to the engine, on account of an API key.
 
         Raises:
             Refusal: the engine has failed, or the queue cannot hold all of the requests.
@@ -162,9 +171,12 @@ class AsyncEngine:
             raise Refusal(
                 503, f"the queue is full: {len(self._calls):,} requests are running or waiting; try again later"
             )
-        call = EngineCall(self, requests)
+        call = EngineCall(self, requests, account)
+        # answers to one prompt share its list of ids
+        account.charge(sum({id(one.prompt): len(one.prompt) for one in requests}.values()))
         rests = not self._calls or self._gathering.holds
         for request in requests:
+            request.cache_scope = account.scope
             self._calls[request] = call
             self._metrics.begin(request)
         (self._gathering if rests else self._thread).add(requests)

@@ -15,7 +15,7 @@ from dsv4cli.engine.runtime.request import Token
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.chat_request import ChatRequest, read_chat
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
-from dsv4cli.engine.server.incoming import read_body, service_of
+from dsv4cli.engine.server.incoming import account_of, read_body, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
@@ -26,7 +26,7 @@ async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
     service, asked = service_of(http), await read_body(http, read_chat)
     requests = await asked.plan.requests(service)
-    call = service.engine.call(requests)
+    call = service.engine.call(requests, account_of(http))
     reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
     return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
 

@@ -14,7 +14,7 @@ from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.completion_choice import CompletionChoice
 from dsv4cli.engine.server.completion_request import CompletionRequest, read_completion
 from dsv4cli.engine.server.engine_thread import Update
-from dsv4cli.engine.server.incoming import read_body, service_of
+from dsv4cli.engine.server.incoming import account_of, read_body, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
 from dsv4cli.engine.server.plan import MOST_CHOICES
 from dsv4cli.engine.server.service import Service
@@ -25,7 +25,7 @@ async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
     service, asked = service_of(http), await read_body(http, read_completion, MOST_CHOICES)
     scoring, drawing = asked.scoring(), await asked.drawing(service)
-    call = service.engine.call([*scoring, *(one for own in drawing for one in own)])
+    call = service.engine.call([*scoring, *(one for own in drawing for one in own)], account_of(http))
     reply = CompletionReply(service, asked, call, scoring, drawing)
     return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
 

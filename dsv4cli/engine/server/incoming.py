@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from dsv4cli.engine.server.accounts import Account
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text.inputs import BYTE_ORDER_MARK, parse_json
@@ -35,6 +36,12 @@ def service_of(http: Request) -> Service:
     """Return the state that all routes share."""
     service: Service = http.state.service
     return service
+
+
+def account_of(http: Request) -> Account:
+    """Return the account of the request's API key."""
+    account: Account = http.state.account
+    return account
 
 
 async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1) -> T:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from dsv4cli.engine.chat.answer_stream import Delta
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
-from dsv4cli.engine.server.incoming import read_body, service_of
+from dsv4cli.engine.server.incoming import account_of, read_body, service_of
 from dsv4cli.engine.server.message_request import MessageRequest, message_ids, read_message
 from dsv4cli.engine.server.openai import usage_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, to_bytes
@@ -28,7 +28,7 @@ async def messages(http: HttpRequest) -> Response:
     """POST /v1/messages."""
     service, asked = service_of(http), await read_body(http, read_message)
     requests = await asked.plan.requests(service)
-    call = service.engine.call(requests)
+    call = service.engine.call(requests, account_of(http))
     [choice] = choices_of(asked.plan, requests, service).values()
     reply = MessageReply(service, asked, call, choice)
     return await answered(http, call, reply, _event_of_refusal, stream=asked.stream)

@@ -18,6 +18,7 @@ TYPES: Mapping[int, tuple[str, str]] = {
     408: ("timeout_error", "timeout_error"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
     500: ("server_error", "api_error"),
     503: ("overloaded_error", "overloaded_error"),
 }
@@ -32,13 +33,21 @@ class Refusal(Exception):
         param: the field that the error is about.
         code: OpenAI's error code.
         allow: the methods that the path allows, for status 405.
+        retry_after: seconds after which the client may retry, None if it is of no use.
     """
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, allow: str = ""
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        allow: str = "",
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.allow = status, message, param, code, allow
+        self.retry_after = RETRY_AFTER if retry_after is None and status == 503 else retry_after
 
     def body(self, anthropic: bool) -> dict[str, Any]:
         """Return the error as a JSON document."""
@@ -49,7 +58,7 @@ class Refusal(Exception):
 
     def response(self, anthropic: bool) -> Response:
         """Return the error as a response. It closes the connection if the rest of the request is not to be read."""
-        headers = {"retry-after": str(RETRY_AFTER)} if self.status == 503 else {}
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         headers |= {"allow": self.allow} if self.allow else {}
         headers |= {"www-authenticate": "Bearer"} if self.status == 401 else {}
         headers |= {"connection": "close"} if self.status in (408, 413, 415, 503) else {}

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
-from dsv4cli.engine.server.incoming import read_body, service_of
+from dsv4cli.engine.server.incoming import account_of, read_body, service_of
 from dsv4cli.engine.server.openai import IDLE, usage_of
 from dsv4cli.engine.server.refusals import Refusal, json_response, refusal_of, to_bytes
 from dsv4cli.engine.server.response_input import new_id
@@ -29,7 +29,7 @@ async def create_response(http: HttpRequest) -> Response:
     """POST /v1/responses."""
     service, asked = service_of(http), await read_body(http, read_response)
     requests = await asked.plan.requests(service)
-    call = service.engine.call(requests)
+    call = service.engine.call(requests, account_of(http))
     [choice] = choices_of(asked.plan, requests, service).values()
     reply = ResponseReply(service, asked, call, choice)
     if asked.background:

@@ -55,10 +55,10 @@ def test_a_drafter_that_reads_the_token_behind_a_position_reads_the_last_one_aga
     assert begun.done == 30 - again
 
 
-def keep(prefixes: PrefixCache, ids: list[int]) -> Request:
+def keep(prefixes: PrefixCache, ids: list[int], scope: str = "") -> Request:
     """Has a request keep the state of all its tokens, and end."""
     cache = prefixes.cache
-    request = Request(ids, Sampling(), Limits(), sequence=cache.allocate())
+    request = Request(ids, Sampling(), Limits(), cache_scope=scope, sequence=cache.allocate())
     prefixes.begin(request)
     cache.reserve(request.sequence, len(ids) - request.done)
     cache.advance(request.sequence, len(ids) - request.done)
@@ -151,6 +151,35 @@ def test_tokens_are_compared_and_no_hash_is_trusted(monkeypatch):
     for number in range(3):
         assert keep(prefixes, [*[number] * 300, 9]).cached == 300
     assert keep(prefixes, [5] * 301).cached == 0
+
+
+@pytest.mark.parametrize("bytes_of_host", [0, 10**7])
+@pytest.mark.parametrize("tokens", [20, 300])
+def test_a_state_is_found_in_its_own_scope_only(monkeypatch, tokens, bytes_of_host):
+    """Not even where hashes collide, and not in host memory; each scope has its own state of the same tokens."""
+    monkeypatch.setattr(prefix_cache, "hash", lambda _: 7, raising=False)
+    cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)
+    cache.bound(40)
+    prefixes = PrefixCache(
+        cache, 1 if bytes_of_host else 8, host=HostTier(cache, bytes_of_host) if bytes_of_host else None
+    )
+    ids = list(range(tokens))
+    for scope in ("a", "b", ""):
+        assert keep(prefixes, ids, scope).cached == 0
+    assert len(prefixes.states) == 3
+    for scope in ("", "b", "a"):
+        assert keep(prefixes, [*ids, 9], scope).cached == tokens
+    assert keep(prefixes, [*ids, 9], "c").cached == 0
+
+
+def test_a_request_does_not_wait_for_a_state_of_another_scope():
+    prefixes = PrefixCache(Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2), 2)
+    ids = list(range(200))
+    first, same, other = (
+        Request(ids, Sampling(), Limits(), keep=(100,), cache_scope=scope) for scope in ("a", "a", "b")
+    )
+    assert prefixes.gives(first, 100, same)
+    assert not prefixes.gives(first, 100, other)
 
 
 def test_a_stranger_is_not_used_with_a_state():

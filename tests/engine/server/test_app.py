@@ -11,9 +11,11 @@ import pytest
 from starlette.datastructures import Headers
 
 from dsv4cli.engine.server import async_engine, metrics
+from dsv4cli.engine.server.accounts import Accounts
+from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.server.build import SWITCH_SECONDS
 from dsv4cli.engine.server.engine_thread import Update
-from dsv4cli.engine.server.guard import Guard, is_loopback, read_keys
+from dsv4cli.engine.server.guard import Guard, is_loopback
 from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.page import math_library
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
@@ -22,7 +24,7 @@ from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 from tests.support.slow import slow, slow_rows
 
-KEYS = (b"first-key", b"second-key")
+KEYS = (ApiKey("first", b"first-key"), ApiKey("second", b"second-key"))
 
 
 def test_models_are_listed(nano):
@@ -335,7 +337,7 @@ def test_a_body_may_begin_with_a_byte_order_mark(nano):
     ids=str,
 )
 def test_a_key_is_asked_for(headers, status):
-    refused(Guard(KEYS, "0.0.0.0"), headers, status)
+    refused(Guard(Accounts(KEYS), "0.0.0.0"), headers, status)
 
 
 def refused(guard, headers, status, path="/v1/models"):
@@ -349,7 +351,7 @@ def refused(guard, headers, status, path="/v1/models"):
 
 @pytest.mark.parametrize("path", ["/", "/math.js", "/health"])
 def test_a_monitor_and_the_page_need_no_key(path):
-    refused(Guard(KEYS, "0.0.0.0"), {}, None, path)
+    refused(Guard(Accounts(KEYS), "0.0.0.0"), {}, None, path)
 
 
 @pytest.mark.parametrize(
@@ -373,32 +375,7 @@ def test_a_monitor_and_the_page_need_no_key(path):
     ids=str,
 )
 def test_pages_of_other_sites_cannot_ask(host, headers, status):
-    refused(Guard((), host), headers, status)
-
-
-def test_keys_are_read_from_a_file(tmp_path):
-    (tmp_path / "keys").write_text("first-key\n\nsecond-key\n")
-    assert read_keys(tmp_path / "keys") == KEYS
-
-
-@pytest.mark.parametrize("content", ["", "\n", "short", "schl\u00fcssel-lang", "two-keys in-a-line", "# a comment"])
-def test_what_is_no_key_is_refused(tmp_path, content):
-    (tmp_path / "keys").write_text(content, "utf-8")
-    with pytest.raises(UsageError, match="key") as error:
-        read_keys(tmp_path / "keys")
-    assert "openssl rand" in error.value.remedy
-    assert not content.strip() or ">" not in error.value.remedy  # keys that are there stay
-
-
-def test_the_line_of_a_wrong_key_is_named(tmp_path):
-    (tmp_path / "keys").write_text("first-key\n\nshort\n")
-    with pytest.raises(UsageError, match=r"line 3 of .*keys is not a key"):
-        read_keys(tmp_path / "keys")
-
-
-def test_a_file_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="cannot be read"):
-        read_keys(tmp_path / "keys")
+    refused(Guard(Accounts(), host), headers, status)
 
 
 def test_what_only_this_machine_reaches():

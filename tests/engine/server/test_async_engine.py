@@ -10,6 +10,7 @@ import torch
 
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server import async_engine
+from dsv4cli.engine.server.accounts import ANYONE
 from dsv4cli.engine.server.async_engine import MOST_UNREAD, AsyncEngine, EngineCall
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.metrics import Metrics
@@ -73,7 +74,7 @@ def test_a_client_that_does_not_read_strands_nobody():
     async def run():
         with engine_of([]) as engine:
             slow, other = (Request([1], Sampling(), Limits()) for _ in range(2))
-            with engine.call([slow]) as slow_call, engine.call([other]) as other_call:
+            with engine.call([slow], ANYONE) as slow_call, engine.call([other], ANYONE) as other_call:
                 tokens = [Token(7, -1.0, [], None)] * MOST_UNREAD
                 engine._hand_out([Update(slow, 1.0, tokens), Update(other, 1.0, tokens[:1])])
                 assert len(await other_call.updates()) == 1

@@ -9,6 +9,7 @@ import pytest
 
 from dsv4cli.engine.chat import grammar
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.server.accounts import ANYONE
 from dsv4cli.engine.server.answer_format import AnswerFormat, anthropic_shape, openai_shape
 from dsv4cli.engine.server.choice import Choice
 from dsv4cli.engine.server.fields import Fields
@@ -109,7 +110,7 @@ def said(nano, text, choice):
     plan = AnswerPlan([0], Sampling(0.0), Limits(), AnswerFormat(None, choice, TOOLS))
     answer = Choice(0, Request([0], plan.sampling, plan.limits), plan, service)
     given = [Token(one, 0.0, [], "stop" if one == ids[-1] else None) for one in ids]
-    return answer.push(given, nano.asked.call([]))[0], answer
+    return answer.push(given, nano.asked.call([], ANYONE))[0], answer
 
 
 def called(nano, choice, *arguments):

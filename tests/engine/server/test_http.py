@@ -11,6 +11,8 @@ from http.client import HTTPResponse
 import pytest
 
 from dsv4cli.engine.server import connections, incoming
+from dsv4cli.engine.server.accounts import Accounts
+from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.server.connections import HttpLimits
 from dsv4cli.engine.server.http import HttpServer, bound_socket, url_of
 from dsv4cli.engine.settings import Limits
@@ -113,7 +115,8 @@ def asks(client, path="/v1/models", *headers):
 def keyed(monkeypatch):
     """A server with a key, whose idle connections are fresh for as long as a test likes."""
     monkeypatch.setattr(connections, "FRESH_SECONDS", 0.0)
-    with served(SMALL, keys=(b"a-key-of-this-test",), limits=replace(LIMITS, header_seconds=60)) as one:
+    accounts = Accounts([ApiKey("a", b"a-key-of-this-test")])
+    with served(SMALL, accounts, limits=replace(LIMITS, header_seconds=60)) as one:
         yield one
 
 

@@ -56,6 +56,8 @@ class DraftPlan:
             steps, count = steps + decodes, count + len(tokens) * decodes
             verified = accepted if tokens[-1].finish else len(chunk.drafts)
             drafted += verified
+            chunk.request.drafted += verified
+            chunk.request.accepted += accepted
             self.gate.note_drafts(self._chances.get(chunk.request, []), verified, accepted)
             for number in range(accepted):
                 per_position[number] += 1

@@ -1,8 +1,9 @@
 """Prefix cache: states that earlier requests left, for requests whose prompts begin with the same tokens.
 
 A state is cached where a request asks for it, every `KEPT_EVERY` tokens of a prompt, and where a sequence ends. It is
-found by a hash of its tokens up to a block boundary, and used if the tokens themselves are equal. The least recently
-used state is evicted first: to host memory, if there is any, and from there for good.
+found by a hash of its tokens up to a block boundary, and used if the tokens themselves are equal and both requests have
+the same cache scope. The least recently used state is evicted first: to host memory, if there is any, and from there
+for good.
 """
 
 from itertools import chain
@@ -85,7 +86,7 @@ class PrefixCache:
             return
         ids = request.pack()
         borders = _borders(ids, request.borders)
-        count, found = self._longest(ids, borders)
+        count, found = self._longest(ids, borders, request.cache_scope)
         if found is not None and count > max(request.done, NOT_WORTH):
             self._take(request, found, count, borders)
         if not self.cache.bounded:
@@ -114,6 +115,8 @@ class PrefixCache:
         """Return whether a state cached at the end of a request's chunk would be a hit for another request."""
         if request.scored or other.scored or end - other.done <= NOT_WORTH or not self.kept_at(request, end):
             return False
+        if request.cache_scope != other.cache_scope:
+            return False
         return other.pack().startswith(request.pack()[: ID_BYTES * end])
 
     def keep(self, request: Request) -> None:
@@ -125,7 +128,7 @@ class PrefixCache:
             return
         borders = _borders(ids, request.borders)
         certain = min(max(sequence.high - self.cache.rollback + self._again, 0), length)
-        border = certain // BLOCK_TOKENS, borders[certain // BLOCK_TOKENS]
+        border = certain // BLOCK_TOKENS, borders[certain // BLOCK_TOKENS], request.cache_scope
         own = ids[: ID_BYTES * length]
         for same in [state for state in self._states.near(border, ids) if state.own_ids == own]:
             if isinstance(same.held, Snapshot) and same.held.high <= sequence.high:
@@ -166,12 +169,13 @@ class PrefixCache:
         self.hits, self.found = self.hits + (not request.cached), self.found + count - request.cached
         request.done = request.cached = count
 
-    def _longest(self, ids: bytearray, borders: list[int]) -> tuple[int, KeptState | None]:
+    def _longest(self, ids: bytearray, borders: list[int], scope: str) -> tuple[int, KeptState | None]:
         """Return the longest usable prefix of the ids, in tokens, and its state, from the furthest boundary that has
         one.
         """
         for number in range((len(ids) // ID_BYTES - 1) // BLOCK_TOKENS, -1, -1):
-            there = [(self._usable(state, ids), state) for state in self._states.near((number, borders[number]), ids)]
+            near = self._states.near((number, borders[number], scope), ids)
+            there = [(self._usable(state, ids), state) for state in near]
             count, best = max(there, key=lambda one: (one[0], isinstance(one[1].held, Snapshot)), default=(0, None))
             if count:
                 return count, best
@@ -190,7 +194,7 @@ class PrefixCache:
         self._count += 1
         state.used = self._count
         for number in range(state.border[0] + 1):
-            there = self._states.near((number, borders[number]), state.ids)
+            there = self._states.near((number, borders[number], state.border[2]), state.ids)
             begins = [one for one in there if state.ids.startswith(one.own_ids)]
             if begins:
                 min(begins, key=lambda one: one.length).used = self._count

@@ -8,8 +8,9 @@ from dsv4cli.engine.runtime.request import ID_BYTES
 from dsv4cli.engine.runtime.state.cache import Snapshot
 from dsv4cli.engine.runtime.state.host_tier import Stored
 
-# the number of blocks whose tokens a prompt certainly shares with a state that it hits, and a hash of these tokens
-Border = tuple[int, int]
+# the number of blocks whose tokens a prompt certainly shares with a state that it hits, a hash of these tokens, and the
+# cache scope
+Border = tuple[int, int, str]
 
 
 @dataclass(eq=False)
@@ -18,7 +19,7 @@ class KeptState:
 
     Attributes:
         certain: number of its tokens that any prompt that hits it must share.
-        border: the number of whole blocks of these tokens, and a hash of them.
+        border: the number of whole blocks of these tokens, a hash of them, and the cache scope.
         used: when it was last used, as a counter.
     """
 

@@ -1,0 +1,150 @@
+"""`dsv4 serve` as operators run it: keys that change while requests run."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from urllib.error import HTTPError
+
+import pytest
+
+from tests.support.program import ROOT
+from tests.support.waiting import comes
+
+pytestmark = pytest.mark.slow
+
+SERVE = [sys.executable, "-m", "dsv4cli", "serve", "--port", "0", "--cache-memory", "64MB"]
+SECONDS = 300
+ALICE, BOB = "the-key-of-alice", "the-key-of-bob"
+MESSAGES = [{"role": "user", "content": "go on"}]
+
+
+class Server:
+    """A running server. lines: what it says on stderr."""
+
+    def __init__(self, process, url):
+        self.process, self.url, self.lines = process, url, []
+        self.reader = threading.Thread(target=lambda: self.lines.extend(process.stderr), daemon=True)
+        self.reader.start()
+
+    def says(self, words):
+        """Wait until it has said something."""
+        return comes(lambda: any(words in line for line in [*self.lines]))
+
+    def ask(self, path, body=None, key=ALICE, **headers):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"x-api-key": key, **headers})
+        return urllib.request.urlopen(request, timeout=SECONDS)
+
+    def status(self, key):
+        """The status of a request with a key."""
+        try:
+            return self.ask("/v1/models", key=key).status
+        except HTTPError as error:
+            return error.code
+
+
+@contextmanager
+def running(*arguments, **options):
+    """A server; it is killed at the end."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*SERVE, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        **options,
+    )  # fmt: skip
+    killer = threading.Timer(SECONDS, process.kill)
+    killer.start()
+    try:
+        url = process.stdout.readline().strip()
+        assert url, process.stderr.read()
+        server = Server(process, url)
+        yield server
+    finally:
+        killer.cancel()
+        process.kill()
+        process.wait()
+        server.reader.join()
+        process.stdout.close()
+        process.stderr.close()
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A file with the key of Alice."""
+    file = tmp_path / "keys"
+    file.write_text(f"{ALICE} name=alice\n")
+    return file
+
+
+def test_sighup_under_32_streams_loses_none(keys):
+    """Keys come and go, and a damaged file changes nothing; whose key is gone gets its answer to the end."""
+    body = {"messages": MESSAGES, "ignore_eos": True, "max_tokens": 80, "stream": True}
+    begun = threading.Barrier(33)
+
+    def stream(number):
+        with server.ask("/v1/chat/completions", {**body, "seed": number}) as response:
+            first = response.read(5)
+            begun.wait(SECONDS)
+            return first + response.read()
+
+    with running("--api-key-file", str(keys)) as server, ThreadPoolExecutor(32) as pool:
+        streams = [pool.submit(stream, number) for number in range(32)]
+        begun.wait(SECONDS)
+        for content, said, statuses in (
+            (f"{ALICE}\n{BOB} name=bob\n", "read 2 API keys", (200, 200)),
+            ("short\n", "the API keys have not changed: line 1 of", (200, 200)),
+            (f"{BOB} name=bob\n", "read 1 API key from", (401, 200)),
+        ):
+            keys.write_text(content)
+            server.process.send_signal(signal.SIGHUP)
+            assert server.says(said)
+            assert (server.status(ALICE), server.status(BOB)) == statuses
+        assert not any(one.done() for one in streams)
+        for one in streams:
+            content = one.result(SECONDS)
+            assert content.endswith(b"data: [DONE]\n\n")
+            assert b'"error"' not in content
+            assert content.count(b'"finish_reason":"length"') == 1
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 143
+
+
+def test_a_terminal_that_is_closed_ends_a_server_with_keys(keys):
+    """Its SIGHUP does not mean that keys are to be read; one before does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the threads of other tests have ended
+        child, master = pty.fork()
+    if child == 0:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.chdir(ROOT)
+        os.execv(sys.executable, [*SERVE, "--api-key-file", str(keys)])
+    killer = threading.Timer(SECONDS, os.kill, [child, signal.SIGKILL])
+    killer.start()
+    try:
+        said = b""
+        while b"http://" not in said:
+            said += os.read(master, 4096)
+        os.kill(child, signal.SIGHUP)
+        while b"read 1 API key" not in said:
+            said += os.read(master, 4096)
+        os.close(master)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    finally:
+        killer.cancel()
+
+
+def test_under_nohup_sighup_reads_keys(keys):
+    with running(
+        "--api-key-file", str(keys), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ) as server:
+        keys.write_text(f"{BOB}\n")
+        server.process.send_signal(signal.SIGHUP)
+        assert server.says("read 1 API key")
+        assert (server.status(ALICE), server.status(BOB)) == (401, 200)
