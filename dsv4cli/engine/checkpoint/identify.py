@@ -112,6 +112,11 @@ class FolderIdentity(Identity):
         return tuple(alias_notes(naming.aliases, self.formats)) if isinstance(naming, OfficialNaming) else ()
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on what dsv4 can load but may mislead another program."""
+        return (*self.contradictions, *self.aliases)
+
+    @property
     def layout(self) -> str:
         """The layout's name: official, bf16, fp8, nvfp4, base, transformers, compressed-tensors, mp4, or mixed."""
         if isinstance(self.naming, MpNaming):

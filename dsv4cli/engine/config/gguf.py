@@ -3,6 +3,7 @@
 Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp; ds4 reads the same keys and vocab_size.
 """
 
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -84,18 +85,23 @@ def end_tokens(config: ModelConfig) -> dict[str, Any]:
     return {BOS: config.bos_token_id, **ends}
 
 
+def check_architecture(metadata: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedCheckpoint for a model of another architecture."""
+    architecture = metadata.get("general.architecture")
+    if architecture != ARCHITECTURE:
+        raise UnsupportedCheckpoint(
+            f"{where} is a GGUF model of the architecture {reprlib.repr(architecture)}, not {ARCHITECTURE!r}",
+            "run it with llama.cpp, or use a DeepSeek-V4 model",
+        )
+
+
 def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
     """Return the configuration of a model without its drafter; `where` names it in errors.
 
     Raises UnsupportedCheckpoint for another architecture, CheckpointError for a key that is missing or contradicts
     another.
     """
-    architecture = metadata.get("general.architecture")
-    if architecture != ARCHITECTURE:
-        raise UnsupportedCheckpoint(
-            f"{where} is a GGUF model of the architecture {architecture!r}, not {ARCHITECTURE!r}",
-            "run it with llama.cpp, or use a DeepSeek-V4 model",
-        )
+    check_architecture(metadata, where)
     lacking = list(missing_keys(metadata))
     if lacking:
         others = f" and {len(lacking) - 1} more keys" if len(lacking) > 1 else ""

@@ -39,7 +39,10 @@ from dsv4cli.version import __version__
 
 @dataclass(frozen=True)
 class Conversion:
-    """A conversion to run. max_file: maximum bytes per file. texts: additional files. notes: what the output lacks."""
+    """A conversion to run.
+
+    max_file: maximum bytes per file. texts: additional files. notes: what the output lacks, or the source does not say.
+    """
 
     source: FolderIdentity
     output: Path

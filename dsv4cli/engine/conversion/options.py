@@ -63,7 +63,7 @@ def prepare(source: str, output: Path, choices: ConversionOptions) -> tuple[Conv
     part = Part() if choices.shard is None else parse_part(choices.shard)
     largest = parse_size("--max-shard-size", choices.max_shard_size)
     drops = choices.to == "gguf" and choices.drafter and identity.config.drafter != "none"
-    notes = (NO_DRAFTER,) if drops else ()
+    notes = (*((NO_DRAFTER,) if drops else ()), *(identity.assumptions if isinstance(identity, GgufIdentity) else ()))
     conversion = Conversion(identity, output, target, selection, largest, part, _texts(model, identity), notes)
     return conversion, choices.workers or default_workers(), resolve_device(choices.device)
 

@@ -53,9 +53,8 @@ class Inspection:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on what dsv4 can load but may mislead another program."""
-        identity = self.identity
-        return (*identity.contradictions, *identity.aliases) if isinstance(identity, FolderIdentity) else ()
+        """Notes on a checkpoint that dsv4 can load."""
+        return self.identity.notes if isinstance(self.identity, FolderIdentity) else ()
 
 
 def inspect_model(source: Inspectable) -> Inspection:

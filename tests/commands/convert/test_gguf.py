@@ -259,14 +259,6 @@ def test_a_type_without_a_decoder_is_refused_by_name(made, tmp_path):
     assert "llama.cpp's GGUF" in out
 
 
-def test_a_drafter_in_the_file_is_refused(made, tmp_path):
-    content = (made / "q8" / FILE).read_bytes().replace(b"blk.3.attn_norm.weight", b"blk.3.nextn.orm.weight")
-    (tmp_path / FILE).write_bytes(content)
-    code, _, err = run("convert", tmp_path / FILE, tmp_path / "back", "--to", "official")
-    assert code == 4
-    assert "contains a drafter (blk.3.nextn.orm.weight)" in err
-
-
 @pytest.mark.parametrize("options", ["--attention fp8", "--experts fp8", "--ranks 2"])
 def test_choices_that_gguf_does_not_have(tmp_path, options):
     code, _, err = run("convert", NANO, tmp_path / "out", "--to", "gguf", *options.split())

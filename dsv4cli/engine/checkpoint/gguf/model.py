@@ -1,17 +1,18 @@
 """A GGUF model seen as the official tensor table: FP4 experts, the rest in fp32 or bf16; no numpy."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dsv4cli.engine.checkpoint.gguf.complete import completed, without_drafter
 from dsv4cli.engine.checkpoint.gguf.files import read_model
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
-from dsv4cli.engine.config.gguf import parse_gguf
+from dsv4cli.engine.config.gguf import check_architecture, parse_gguf
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UnsupportedCheckpoint
 from dsv4cli.kernels.ggml.types import DECODED, TYPES
@@ -25,9 +26,18 @@ VALUES = Formats("f32", "f32", "f32")
 
 @dataclass(frozen=True)
 class GgufIdentity(FolderIdentity):
-    """The identity of GGUF files. metadata: the first file's metadata."""
+    """The identity of GGUF files.
+
+    metadata: the first file's metadata. assumptions: sentences on what the metadata does not state.
+    """
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on what the file does not state."""
+        return self.assumptions
 
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
@@ -77,20 +87,35 @@ def _is_readable(info: TensorInfo) -> bool:
 def recognise_gguf(path: Path) -> GgufIdentity:
     """Identify a GGUF file or a folder of GGUF files, with any tensor types.
 
-    Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged, has another architecture
-    or contains a drafter.
+    Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged or has another
+    architecture.
     """
     model = read_model(path)
-    config = parse_gguf(model.metadata, str(model.checkpoint.files[0]))
-    tensors = model.checkpoint.tensors
-    drafter = next((name for name in tensors if ".nextn." in name or name.startswith("mtp.")), None)
-    if drafter:
-        raise UnsupportedCheckpoint(
-            f"{path} contains a drafter ({drafter}), which dsv4 does not read from GGUF", "use a file without one"
-        )
+    where, stored = str(model.checkpoint.files[0]), model.checkpoint.tensors
+    check_architecture(model.metadata, where)
+    metadata, notes = completed(model.metadata, stored, where)
+    config = parse_gguf(metadata, where)
+    tensors, drafter = without_drafter(stored)
+    tensors = {name: _flattened(info) for name, info in tensors.items()}
     naming = GgufNaming(config.n_routed_experts, {name: info.dtype for name, info in tensors.items()})
     identity = describe(config, _formats(tensors))
-    return GgufIdentity(identity.size, config, identity.formats, model.checkpoint, naming, metadata=model.metadata)
+    checkpoint = replace(model.checkpoint, tensors=tensors)
+    return GgufIdentity(
+        identity.size,
+        config,
+        identity.formats,
+        checkpoint,
+        naming,
+        metadata=model.metadata,
+        assumptions=(*notes, *drafter),
+    )
+
+
+def _flattened(info: TensorInfo) -> TensorInfo:
+    """Return the first output projection with its groups stacked along the rows; some files have one matrix each."""
+    if info.name.endswith("attn_output_a.weight") and len(info.shape) == 3:
+        return replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
+    return info
 
 
 def _formats(tensors: Mapping[str, TensorInfo]) -> Formats:
