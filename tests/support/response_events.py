@@ -16,7 +16,7 @@ TEXTS = {
 def checked_response(events: list[tuple[str, Any]], *, cut_call: bool = False) -> dict[str, Any]:
     """The response at the end of a stream, whose events are in order, numbered and say the same as it.
 
-    cut_call: the last item that has begun is a call that does not end.
+    cut_call: the last call does not end, and is not part of the response.
     """
     assert all(name == event["type"] for name, event in events)
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
@@ -24,11 +24,13 @@ def checked_response(events: list[tuple[str, Any]], *, cut_call: bool = False) -
     *inner, (last, end) = [*events[2:]]
     assert last in ENDS
     done: dict[int, Any] = {}
-    open_index, texts, parts = None, "", 0
+    open_index, open_kind, begun, cut, texts, parts = None, "", 0, 0, "", 0
     for name, event in inner:
         if name == "response.output_item.added":
-            assert (open_index, event["output_index"]) == (None, len(done))
-            open_index, texts = event["output_index"], ""
+            assert event["output_index"] == begun
+            cut += open_index is not None
+            assert open_index is None or (open_kind.endswith("call") and event["item"]["type"] == "message")
+            open_index, open_kind, texts, begun = begun, event["item"]["type"], "", begun + 1
             continue
         assert event["output_index"] == open_index, name
         if name.endswith(("part.added", "part.done")):
@@ -42,7 +44,8 @@ def checked_response(events: list[tuple[str, Any]], *, cut_call: bool = False) -
             assert name == "response.output_item.done"
             assert not parts
             done[open_index], open_index = event["item"], None
-    assert (open_index is not None) == cut_call
+    assert cut + (open_index is not None) == cut_call
+    assert open_index is None or open_kind.endswith("call")
     response: dict[str, Any] = end["response"]
     assert response["output"] == list(done.values())
     assert response["status"] == last.removeprefix("response.")
