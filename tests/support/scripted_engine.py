@@ -89,5 +89,5 @@ def scripted(script: Script, *, context: int = 1 << 17, think: str = "off", **of
     dialogue = open_dialogue(resolve_model("nano"), think)
     dialogue = replace(dialogue, config=replace(dialogue.config, max_position_embeddings=context))
     offered.setdefault("own_limits", Limits(max_tokens=4096))
-    with serving(dialogue, ScriptedEngine(dialogue, script), "nano", **offered) as one:
+    with serving(dialogue, ScriptedEngine(dialogue, script), "nano", think=think, **offered) as one:
         yield one
