@@ -34,39 +34,82 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Execution:
+    """How the model is computed, the same in every rank.
+
+    Attributes:
+        dtype: "auto" for the formats of the checkpoint and the rounding of the official code.
+        exact: Whether the results of a row do not depend on the other rows of its batch.
+        memory: Limits of GPU and host memory; None for no limits.
+    """
+
+    dtype: str
+    exact: bool
+    backend: "Backend"
+    memory: "MemoryLimits | None" = None
+
+    @property
+    def numerics(self) -> "Numerics":
+        """Numerics of the model: those of the official code, or plain arithmetic in `dtype`."""
+        import torch
+
+        from dsv4cli.engine.model.numerics import Numerics
+
+        if self.dtype == "auto":
+            return Numerics.reference(self.exact)
+        return Numerics.plain(getattr(torch, self.dtype), self.exact)
+
+
+@dataclass(frozen=True)
+class LocalProcess:
+    """What this process contributes to a job: its device, and its tensor-parallel rank.
+
+    Attributes:
+        device_name: The device, as --device names it.
+        world, followers: Tensor-parallel ranks; None in a single process.
+        compiler: Process that waits for kernels to compile, if one was started early.
+        loaded: Called once the model is loaded.
+    """
+
+    device_name: str
+    world: "World | None" = None
+    followers: "Followers | None" = None
+    compiler: "Popen[str] | None" = None
+    loaded: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Clients:
+    """The conversations that share the model.
+
+    Attributes:
+        number: Number of concurrent conversations. If more than 1, each may set its own sampling.
+        cache_memory: Bytes of GPU memory for the KV cache of all of them; None for the default.
+    """
+
+    number: int = 1
+    cache_memory: int | None = None
+
+
+@dataclass(frozen=True)
 class Job:
     """A model and the settings to run it with, before it is loaded.
 
     Attributes:
-        device_name, dtype, exact, backend: As given by the options.
         drafting: Whether to load the drafter, and how many draft tokens to use.
-        memory: Limits of GPU and host memory; None for no limits.
-        world, followers: Tensor-parallel ranks; None in a single process.
-        compiler: Process that waits for kernels to compile, if one was started early.
-        clients: Number of concurrent conversations. If more than 1, each may set its own sampling.
-        cache_memory: Bytes of GPU memory for the KV cache of all clients; None for the default.
-        loaded: Called once the model is loaded.
         plan: What `dsv4 trace` records of the model's steps.
     """
 
     out: Output
     source: "FolderSource | RandomSource"
     think: str
-    device_name: str
-    dtype: str
-    exact: bool
-    backend: "Backend"
+    special_tokens: bool
     limits: "Limits"
     sampling: "Sampling"
     drafting: "Drafting"
-    memory: "MemoryLimits | None" = None
-    special_tokens: bool = False
-    world: "World | None" = None
-    followers: "Followers | None" = None
-    compiler: "Popen[str] | None" = None
-    clients: int = 1
-    cache_memory: int | None = None
-    loaded: Callable[[], None] = lambda: None
+    execution: Execution
+    process: LocalProcess
+    clients: Clients = Clients()
     plan: "Plan | None" = None
 
     @cached_property
@@ -81,14 +124,14 @@ class Job:
         """The device that the options select."""
         from dsv4cli.engine.system.device import resolve_device
 
-        return resolve_device(self.device_name)
+        return resolve_device(self.process.device_name)
 
     @cached_property
     def kernels(self) -> 'Literal["triton", "torch"]':
         """The backend for this device."""
         from dsv4cli.engine.system.backend import resolve_backend
 
-        return resolve_backend(self.backend, self.device)
+        return resolve_backend(self.execution.backend, self.device)
 
     @contextmanager
     def model(self, prompts: Sequence[int] | None = None, *, drawn: bool = True) -> "Iterator[Transformer]":
@@ -104,48 +147,38 @@ class Job:
 
         with use(self.kernels), self._compiled(prompts, drawn) as compiled:
             model = self._load(compiled.note, prompts, drawn)
-            self.loaded()
+            self.process.loaded()
             compiled.finish()
             yield model
 
     @contextmanager
     def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[NoCompilation]":
         """Compile Triton kernels in the background, if the backend needs them and this is the rank to do so."""
-        if self.kernels != "triton" or (self.world is not None and self.world.rank):
+        world, clients = self.process.world, self.clients
+        if self.kernels != "triton" or (world is not None and world.rank):
             yield NoCompilation()
             return
         from dsv4cli.engine.compiling.compile_ahead import found_memory
         from dsv4cli.engine.compiling.demand import WAYS, demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
-        ranks = self.world.size if self.world else 1
+        ranks = world.size if world else 1
         demand = demand_of(
             self.source.identity.config,
             self.source.identity.formats,
-            self.numerics,
+            self.execution.numerics,
             self.limits,
-            [self.sampling] if self.clients == 1 else [self.sampling, *WAYS],
+            [self.sampling] if clients.number == 1 else [self.sampling, *WAYS],
             self.drafting,
             prompts,
             ranks=ranks,
-            sequences=self.clients,
+            sequences=clients.number,
             drawn=drawn,
-            cache_memory=self.cache_memory,
-            memory=found_memory(self.device, self.memory or MemoryLimits(), ranks),
+            cache_memory=clients.cache_memory,
+            memory=found_memory(self.device, self.execution.memory or MemoryLimits(), ranks),
         )
-        with compiled_meanwhile(self.out, demand, self.device, self.compiler) as compiled:
+        with compiled_meanwhile(self.out, demand, self.device, self.process.compiler) as compiled:
             yield compiled
-
-    @property
-    def numerics(self) -> "Numerics":
-        """Numerics of the model: those of the official code, or plain arithmetic in `dtype`."""
-        import torch
-
-        from dsv4cli.engine.model.numerics import Numerics
-
-        if self.dtype == "auto":
-            return Numerics.reference(self.exact)
-        return Numerics.plain(getattr(torch, self.dtype), self.exact)
 
     def _load(self, note: Callable[[], str], prompts: Sequence[int] | None, drawn: bool) -> "Transformer":
         from dsv4cli.engine.checkpoint.names import BUILT_IN
@@ -155,22 +188,22 @@ class Job:
         from dsv4cli.engine.weights.load import load_model
         from dsv4cli.engine.weights.offload import offload_of
 
-        device, world = self.device, self.world or SINGLE
-        if self.followers is not None:
-            self.followers.tell([])  # the followers load at the same time
+        device, process = self.device, self.process
+        if process.followers is not None:
+            process.followers.tell([])  # the followers load at the same time
         start = perf_counter()
         load = workload_of(
             self.source.identity.config, self.limits, prompts,
-            sequences=self.clients, drawn=drawn, cache_memory=self.cache_memory,
+            sequences=self.clients.number, drawn=drawn, cache_memory=self.clients.cache_memory,
         )  # fmt: skip
         with self.out.progress("loading", note) as progress:
             model = load_model(
                 self.source,
-                self.numerics,
+                self.execution.numerics,
                 device=device,
-                world=world,
+                world=process.world or SINGLE,
                 progress=progress,
-                limits=self.memory,
+                limits=self.execution.memory,
                 drafting=self.drafting,
                 load=load,
             )
@@ -193,8 +226,19 @@ class Job:
         return model
 
 
-def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find | None" = None) -> Job:
-    """Return the job that the options describe. `find` resolves the model's name. Raises Dsv4Error."""
+def open_job(
+    out: Output,
+    options: ModelOptions,
+    logprobs: int = 0,
+    compiler: "Popen[str] | None" = None,
+    find: "Find | None" = None,
+) -> Job:
+    """Return the job that the options describe. Raises Dsv4Error.
+
+    Args:
+        compiler: A process from `early_compiler`, if one was started.
+        find: Resolves the model's name.
+    """
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.settings import Limits, parse_drafting
 
@@ -203,19 +247,17 @@ def open_job(out: Output, options: ModelOptions, logprobs: int = 0, find: "Find 
     drafting, source = parse_drafting(options.draft), (find or resolve_model)(options.model)
     note_hidden_folder(out, options.model)
     check_drafter(source, drafting)
+    memory = memory_limits(options.gpu_memory, options.host_memory)
     return Job(
         out=out,
         source=source,
         think=options.think,
-        device_name=options.device,
-        dtype=options.dtype,
-        exact=options.exact,
-        backend=options.backend,
+        special_tokens=options.special_tokens,
         limits=limits,
         sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed),
         drafting=drafting,
-        memory=memory_limits(options.gpu_memory, options.host_memory),
-        special_tokens=options.special_tokens,
+        execution=Execution(options.dtype, options.exact, options.backend, memory),
+        process=LocalProcess(options.device, compiler=compiler),
     )
 
 

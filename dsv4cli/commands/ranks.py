@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
-from dsv4cli.commands.job import Job
+from dsv4cli.commands.job import Job, LocalProcess
 from dsv4cli.commands.terminal import leave_pastes, terminal_as_it_was
 from dsv4cli.errors import RankLost
 from dsv4cli.output import Output, ReaderGone
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 # fields of a job that are sent to follower ranks
-SHARED = (
-    "source", "think", "dtype", "exact", "backend", "limits", "sampling", "drafting", "memory", "special_tokens",
-    "plan",
-)  # fmt: skip
+SHARED = ("source", "think", "special_tokens", "limits", "sampling", "drafting", "execution", "plan")
 
 
 @contextmanager
@@ -44,7 +41,8 @@ def leading_ranks(job: Job, size: int, remedy: str) -> Iterator[Job]:
         job.out.status(f"{size} ranks; all-reduce uses {world.reduce_backend}")
         world.broadcast_object({name: getattr(job, name) for name in SHARED})
         try:
-            yield replace(job, device_name=str(device), world=world, followers=followers)
+            own = replace(job.process, device_name=str(device), world=world, followers=followers)
+            yield replace(job, process=own)
         except ReaderGone:
             os._exit(0)  # the other ranks end with this process
 
@@ -111,7 +109,7 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
     with joined(torch.device(device), RendezvousAddress(port, rank, size)) as (world, own):
         given = world.broadcast_object(None)
         assert given is not None
-        follow_leader(Job(out=Output(context.obj.colours), device_name=str(own), world=world, **given), world)
+        follow_leader(Job(out=Output(context.obj.colours), process=LocalProcess(str(own), world), **given), world)
 
 
 def follow_leader(job: Job, world: "World") -> None:
@@ -132,4 +130,4 @@ def check_shares(job: Job, size: int) -> None:
 
     identity = job.source.identity
     table = expected_tensors(identity.config, identity.formats).values()
-    check_ranks(identity.config, table, size, rounds=job.dtype == "auto")
+    check_ranks(identity.config, table, size, rounds=job.execution.dtype == "auto")

@@ -8,7 +8,7 @@ import torch
 
 from dsv4cli.commands import compiling, job
 from dsv4cli.commands.compiling import NoCompilation, compiled_meanwhile, early_compiler, report_compiled
-from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.job import Job, LocalProcess, open_job
 from dsv4cli.engine.compiling import card, compile_ahead
 from dsv4cli.engine.compiling.pool import Counts
 from dsv4cli.engine.parallel.world import World
@@ -58,7 +58,7 @@ def test_a_conversation_and_scores_compile_for_theirs(asked):
 
 def test_one_of_several_ranks_compiles(asked):
     for rank in range(2):
-        with replace(opened(), world=World(rank, 2)).model([7]):
+        with replace(opened(), process=LocalProcess("auto", World(rank, 2))).model([7]):
             pass
     [(demand, _)] = asked
     assert demand.ranks == 2

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 
@@ -49,6 +49,9 @@ from dsv4cli.environment import Environment
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, takes_model_options
 from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 CHAT_EXAMPLES = (
     "dsv4 chat",
@@ -168,13 +171,13 @@ def _local(out: Output, session: Session, named: bool, options: ModelOptions, ra
         named: Whether the model was given on the command line.
     """
     compiler = early_compiler(options)
-    return Models(replace(_job(out, session, named, options), compiler=compiler), ranks)
+    return Models(_job(out, session, named, options, compiler), ranks)
 
 
-def _job(out: Output, session: Session, named: bool, options: ModelOptions) -> Job:
+def _job(out: Output, session: Session, named: bool, options: ModelOptions, compiler: "Popen[str] | None") -> Job:
     """Return the job that the session's choices describe. Raises Dsv4Error."""
     find = partial(find_model, kept=not named and bool(session.messages))
-    job = open_job(out, _led(options, session), find=find)
+    job = open_job(out, _led(options, session), compiler=compiler, find=find)
     session.choices = replace(session.choices, model=model_name(job.source))
     return job
 

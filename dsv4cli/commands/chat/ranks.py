@@ -18,6 +18,6 @@ def open_conversation(job: Job, size: int) -> "AbstractContextManager[Conversati
     dialogue = job.dialogue  # raises before the model is loaded
 
     def conversation(led: Job, model: "Transformer") -> Conversation:
-        return Conversation(model, dialogue, led.limits, led.device, led.followers, led.drafting)
+        return Conversation(model, dialogue, led.limits, led.device, led.process.followers, led.drafting)
 
     return opened_in_ranks(job, size, GO_ON, conversation)

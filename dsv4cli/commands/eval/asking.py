@@ -105,8 +105,8 @@ def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
         "max_context": limits.max_context,
         "stop": list(limits.stops),
         "special_tokens": job.special_tokens,
-        "dtype": job.dtype,
-        "exact": job.exact,
+        "dtype": job.execution.dtype,
+        "exact": job.execution.exact,
         "backend": job.kernels,
         "rules": RULES,
     }
@@ -184,7 +184,7 @@ def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) 
         clock.start, clock.experts = perf_counter(), offload_of(model)
         tell()
         for outcome in carry_out(
-            model, missing, job.device, on_token=note, on_preparing=tell, followers=job.followers,
+            model, missing, job.device, on_token=note, on_preparing=tell, followers=job.process.followers,
             drafting=job.drafting, on_end=clock.note_end,
         ):  # fmt: skip
             done += 1

@@ -104,7 +104,7 @@ def run(
     """
     torchrun: bool = context.obj.torchrun
     compiler = None if only_show or torchrun else early_compiler(options)
-    job = replace(open_job(Output(context.obj.colours, as_json, quiet), options, logprobs), compiler=compiler)
+    job = open_job(Output(context.obj.colours, as_json, quiet), options, logprobs, compiler)
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
     _check(given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun)

@@ -136,7 +136,8 @@ def _asked(
         count, limits = question.samples or source.samples, question.limits(job.limits)
         for sample in range(count):
             sampling = question.sampling(usual, sample)
-            way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "dtype": job.dtype, "ids": ids}
+            way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "ids": ids}
+            way["dtype"] = job.execution.dtype
             del way["seed"], way["prefill_chunk"]
             digest = hashlib.sha256(json.dumps(way, sort_keys=True).encode()).hexdigest()[:16]
             asked.append(WantedAnswer(question, sample if count > 1 else None, Request(ids, sampling, limits), digest))
@@ -220,7 +221,7 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
             lines.rest()
             raise
         return
-    if job.world is not None and job.world.rank:
+    if job.process.world is not None and job.process.world.rank:
         yield lambda one, record: None
         return
     from dsv4cli.engine.chat.answer_file import AnswerFile
@@ -230,10 +231,8 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
         yield lambda one, record: file.add(record | {"request": one.digest})
         file.order()
     except BaseException:
-        there = f"{len(file.records):,} of {counted(many.total, 'answer')}"
-        job.out.status(
-            f"{there} {'is' if many.total == 1 else 'are'} in {many.out}; run the same command again to continue"
-        )
+        there, verb = f"{len(file.records):,} of {counted(many.total, 'answer')}", "is" if many.total == 1 else "are"
+        job.out.status(f"{there} {verb} in {many.out}; run the same command again to continue")
         raise
     finally:
         file.close()
@@ -284,7 +283,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
         from dsv4cli.engine.weights.offload import offload_of
 
         start, lines = perf_counter(), InOrder(job.out, [(number, 0) for number in range(len(items))])
-        for one in score(model, sequences, job.limits, job.device, job.followers):
+        for one in score(model, sequences, job.limits, job.device, job.process.followers):
             top = {"top": one.top} if job.limits.logprobs else {}
             record = {"index": one.number, "ids": one.ids, "logprobs": one.logprobs, "perplexity": one.perplexity}
             lines.add((one.number, 0), record | top)

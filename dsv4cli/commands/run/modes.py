@@ -45,7 +45,7 @@ def drawn(
 
     clock.start, clock.experts = perf_counter(), offload_of(model)
     for number, answer, pieces in generate_answers(
-        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.followers,
+        model, job.dialogue, requests, job.device, on_preparing=on_preparing, followers=job.process.followers,
         drafting=job.drafting, on_end=clock.note_end,
     ):  # fmt: skip
         if answer.tokens:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from dsv4cli.commands.job import Job
+from dsv4cli.commands.job import Job, LocalProcess
 from dsv4cli.commands.ranks import check_shares, follow_leader, leading_ranks, left_by
 from dsv4cli.errors import UsageError
 from dsv4cli.output import ReaderGone, counted
@@ -61,15 +61,15 @@ def _take_part(job: Job, size: int | None, read: Callable[[], Work]) -> None:
                 f"--tp {size} does not match torchrun, which started {counted(world.size, 'rank')}", "remove --tp"
             )
         check_shares(job, world.size)
-        own = replace(job, device_name=str(device), world=world, loaded=interruptible)
+        process = LocalProcess(str(device), world, loaded=interruptible)
         if world.rank > 0:
-            follow_leader(own, world)  # on another machine, its files may have other paths
+            follow_leader(replace(job, process=process), world)  # on another machine, its files may have other paths
             return
         work = read()
         job.out.status(f"{world.size} ranks; all-reduce uses {world.reduce_backend}")
         followers = Followers(world)
         try:
-            _carry_out(replace(own, followers=followers), work)
+            _carry_out(replace(job, process=replace(process, followers=followers)), work)
         except ReaderGone:
             os._exit(READER_GONE)
         followers.dismiss()

@@ -1,6 +1,5 @@
 """`dsv4 serve`: an HTTP server with OpenAI- and Anthropic-compatible APIs."""
 
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Literal
@@ -137,7 +136,7 @@ def serve(
     policy = Policy(
         guard, share, names, max_queue, grace, options.seed, fields, log_prompts, not no_store, api_key_file
     )
-    code = serve_model(replace(open_job(out, options), compiler=compiler), tp or 1, Address(host, port), policy, start)
+    code = serve_model(open_job(out, options, compiler=compiler), tp or 1, Address(host, port), policy, start)
     raise typer.Exit(code)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.job import Job
+from dsv4cli.commands.job import Clients, Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
 from dsv4cli.commands.serve.hang_up import HangUp
 from dsv4cli.errors import Dsv4Error
@@ -99,7 +99,7 @@ def _engine_of(share: "CacheOptions", job: Job, model: "Transformer") -> "Abstra
     """Return an engine for many clients, warmed up with its first steps."""
     from dsv4cli.engine.server.warm import ready_engine
 
-    return ready_engine(model, share, job.limits, job.device, job.followers, job.drafting, job.out.compiling)
+    return ready_engine(model, share, job.limits, job.device, job.process.followers, job.drafting, job.out.compiling)
 
 
 class Running:
@@ -108,8 +108,8 @@ class Running:
     def __init__(self, job: Job, policy: Policy, start: float) -> None:
         from dsv4cli.engine.config.capacity import MAX_SLOTS
 
-        memory = policy.share.cache_memory
-        self.job = replace(job, clients=MAX_SLOTS, cache_memory=memory, loaded=self._note_weights)
+        clients = Clients(MAX_SLOTS, policy.share.cache_memory)
+        self.job = replace(job, clients=clients, process=replace(job.process, loaded=self._note_weights))
         self._out, self._policy = job.out, policy
         self._start = self._weights = start
         self._number = 0  # number of the signal that shuts the server down

@@ -44,8 +44,8 @@ def manifest_for(job: Job, texts: "Sequence[Text]", parts: dict[str, Any]) -> "T
     """
     from dsv4cli.engine.tracing.record import manifest_of, sums_shortly
 
-    manifest = manifest_of(job.source, job.numerics, texts, **parts)
-    short = job.kernels == "triton" and sums_shortly(job.source, job.numerics, job.device)
+    manifest = manifest_of(job.source, job.execution.numerics, texts, **parts)
+    short = job.kernels == "triton" and sums_shortly(job.source, job.execution.numerics, job.device)
     return replace(manifest, short_sums=chunk_of(job) if short else 0)
 
 
@@ -78,7 +78,7 @@ def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) 
     from dsv4cli.engine.tracing.walk import Walk
 
     drafts = replace(job.drafting, always=True) if drafting is None else drafting
-    return Walk(model, job.device, chunk_of(job), drafts, job.followers)
+    return Walk(model, job.device, chunk_of(job), drafts, job.process.followers)
 
 
 def chunk_of(job: Job) -> int:

@@ -31,4 +31,5 @@ def test_the_conversation_of_the_document(tmp_path):
         one.until("\n> ")
         one.type(f"{line}\n")
     assert one.leave() == 0
-    assert MEASURED.sub("…", one.plain) == MEASURED.sub("…", session)
+    shown = one.plain.replace("\n    ", " ")  # a slow machine's numbers are longer, so that their line is wrapped
+    assert MEASURED.sub("…", shown) == MEASURED.sub("…", session)

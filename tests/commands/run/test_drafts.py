@@ -81,7 +81,7 @@ def test_a_model_without_a_drafter_is_refused_before_it_is_loaded():
 
 
 def test_other_ranks_are_given_all_of_a_job_that_is_not_their_own():
-    own = {"out", "device_name", "world", "followers", "loaded", "compiler", "clients", "cache_memory"}
+    own = {"out", "process", "clients"}
     assert {field.name for field in fields(Job)} - own == set(SHARED)
 
 

@@ -140,7 +140,7 @@ def test_a_rank_of_torchrun_loads_what_its_own_machine_calls_the_model(monkeypat
     run_ranks.in_ranks(job, None, True, pytest.fail)
     [(own, told)] = followed
     assert own.source is job.source
-    assert (own.world, told, own.followers) == (world, world, None)
+    assert (own.process.world, told, own.process.followers) == (world, world, None)
 
 
 @pytest.mark.slow
