@@ -155,6 +155,16 @@ def test_entries_of_real_widths(kind):
     check_steps(Texts([5, most + 1], *kind), [[5, most + 1]])
 
 
+@pytest.mark.usefixtures("triton_backend")
+def test_a_first_entry_whose_first_members_do_not_exist(monkeypatch):
+    """In a long step a program pools four members at once, and of the first entry none of the first four exists."""
+    from dsv4cli.kernels.compressor import kernel
+
+    monkeypatch.setattr(kernel, "FEW", 4)  # so that five tokens are a long step
+    assert kernel.entry_tiles(8, 130, tokens=5, groups=2).size == 4
+    check_steps(Texts([5], 4, 2, 130, 8), [[5]])
+
+
 def check_steps(texts: Texts, split: list[list[int]]) -> None:
     state = texts.state(torch.float32)
     for counts in split:
