@@ -23,7 +23,7 @@ def ci(tmp_path):
         path.write_text(STUB.format(name=path.name, then=then))
         path.chmod(0o755)
 
-    def run(python: str = "", minutes: str = "15", found: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    def run(python: str = "", minutes: str = "12", found: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
         stub(tmp_path / ".venv" / "bin" / "python", python)
         for path in (programs / "make", tmp_path / ".ci" / "resolve", *(programs / name for name in found)):
             stub(path)
