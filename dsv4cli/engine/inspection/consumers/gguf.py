@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.gguf.naming import IN_LAYER, gguf_name
-from dsv4cli.engine.config.gguf import ARCHITECTURE, TOKENS
+from dsv4cli.engine.config.gguf import ARCHITECTURE, TOKENS, missing_keys
 from dsv4cli.engine.inspection.consumers import common
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
@@ -18,6 +18,7 @@ CUTTER = "tokenizer.ggml.pre"
 KNOWN_CUTTERS = ("joyai-llm", "deepseek-v3")
 # how to make ds4's own files, whose matrices have the types that its kernels support
 DS4_FIX = "make ds4's own file with its gguf-tools/deepseek4-quantize, from what `dsv4 download flash` fetches"
+WRITE_AGAIN = "write the file again from the release with `dsv4 convert flash OUT --to gguf`"
 # type that ds4 has a kernel for, by the end of the tensor's name; other tensors can have several types
 DS4_TYPES: Mapping[str, str] = {
     "token_embd.weight": "F16",
@@ -71,6 +72,15 @@ def dimensions(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         yield Finding("no", "ds4 has the dimensions of Flash and Pro only", DS4_FIX)
 
 
+def required_keys(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
+    """Check the metadata keys that both programs require; dsv4 completes them."""
+    identity = checkpoint.identity
+    lacking = [*missing_keys(identity.metadata)] if isinstance(identity, GgufIdentity) else []
+    if lacking:
+        others = f" and {len(lacking) - 1} more keys" if len(lacking) > 1 else ""
+        yield Finding("no", f"it lacks the key {lacking[0]}{others}, as early converters did", WRITE_AGAIN)
+
+
 def keys(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """Check the metadata keys that ds4 requires and llama.cpp derives (ds4.c, required_u32)."""
     identity, key = checkpoint.identity, f"{ARCHITECTURE}.vocab_size"
@@ -98,12 +108,14 @@ def types(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
 LLAMA_RULES: tuple[Rule, ...] = (
     is_gguf("llama.cpp"),
     common.damage("llama.cpp stops at it"),
+    required_keys,
     common.unknown_tensors("llama.cpp counts the tensors and stops", fatal=True),
     vocabulary,
 )
 DS4_RULES: tuple[Rule, ...] = (
     is_gguf("ds4", DS4_FIX),
     common.damage("ds4 stops at it"),
+    required_keys,
     keys,
     dimensions,
     types,
