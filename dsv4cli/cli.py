@@ -25,6 +25,7 @@ from dsv4cli.commands.ranks import follow
 from dsv4cli.commands.run import RUN_EXAMPLES, run
 from dsv4cli.commands.serve import SERVE_EXAMPLES, serve
 from dsv4cli.commands.trace import trace
+from dsv4cli.commands.verify import VERIFY_EXAMPLES, verify
 from dsv4cli.environment import Environment
 from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, NotEnoughMemory, compiler_refusal
 from dsv4cli.harmless import brief_line
@@ -89,6 +90,7 @@ app.command(epilog=epilog(*RUN_EXAMPLES))(run)
 app.command(epilog=epilog(*SERVE_EXAMPLES))(serve)
 app.add_typer(profile, name="profile")
 app.add_typer(trace, name="trace")
+app.command(epilog=epilog(*VERIFY_EXAMPLES))(verify)
 
 
 def _show_version(wanted: bool) -> None:

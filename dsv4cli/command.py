@@ -21,19 +21,20 @@ MOST_IN_A_LIST = 13
 # panels in the order of a help page; an option may name another one as its rich_help_panel
 OTHER_SIDE, OTHER = "Other side", "Other"
 PANELS = {
-    "Model": "model layers no-mtp revision",
+    "Model": "model layers no-mtp revision release tokenizer",
     "Input": "file messages prompts score system special-tokens skip-bad prompt ids like steps limit choices",
     "Session": "continue resume sessions session no-history",
     "Tools": "tools tool-exec tool-timeout yes max-rounds",
-    "Server": "url api-key-file share-cache host port alias max-queue grace reasoning-field no-store",
+    "Server": "url api-key-file share-cache host port alias max-queue grace reasoning-field no-store concurrency timeout",
     "Layout": "to ranks experts attention max-shard-size",
-    "Questions": "values tensor layer tree for fit diff",
+    "Questions": "values tensor layer tree for fit diff quick long only",
     OTHER_SIDE: "",
     "Sampling": "think think-budget max-tokens temperature top-p seed samples stop",
     "Speed": "draft prefill-chunk device dtype exact backend tp step-ms max-workers shard finish",
     "Memory": "max-context gpu-memory host-memory cache-memory gpus ram batch",
-    "Comparison": "verify check against",
-    "Output": "out keep what stages plot no-noise dry-run show-prompt logprobs show-thinking no-markdown log-prompts "
+    "Comparison": "verify check record against",
+    "Output": "out keep what stages plot report junit no-noise dry-run show-prompt logprobs show-thinking no-markdown "
+    "log-prompts "
     "json quiet help",
     OTHER: "",
 }

@@ -23,8 +23,9 @@ PAGES = ["", *(words for words, _ in commands())]
 COMMANDS = {words: one for words, one in commands() if not hasattr(one, "commands")}
 REPORTS = {*COMMANDS} - {"chat", "serve"}
 # what a command needs beside the model
-REST = {"convert": ("OUT", "--to", "bf16"), "trace record": ("--out", "A")}
-TALKS = ("run", "chat", "eval")
+REST = {"convert": ("OUT", "--to", "bf16"), "trace record": ("--out", "A"), "verify": ("http://localhost:8000",)}
+# their first argument, if they have one, is not the model
+TALKS = ("run", "chat", "eval", "verify")
 
 
 def parsed(words, *arguments):

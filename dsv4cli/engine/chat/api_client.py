@@ -4,7 +4,9 @@ import json
 import socket
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,8 +22,27 @@ class NoAnswer(ServerError):
     """A server does not respond in time."""
 
 
+class NoConnection(ServerError):
+    """A server does not accept a connection."""
+
+
 class StreamEnded(Exception):
     """The connection of a stream was closed before the last event."""
+
+
+@dataclass(frozen=True)
+class RawResponse:
+    """A response of any status, as it arrived.
+
+    Attributes:
+        headers: by lowercase name.
+        complete: False if the connection was closed before the announced end.
+    """
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    complete: bool
 
 
 class ApiClient:
@@ -64,6 +85,46 @@ class ApiClient:
                 yield self._object(data)
         raise StreamEnded
 
+    def exchange(
+        self, method: str, path: str, content: bytes | None, seconds: float, most: int = LONGEST
+    ) -> RawResponse:
+        """Send a request, and return the response whatever its status.
+
+        Args:
+            content: the body, which need not be valid JSON; None sends no body.
+            seconds: the most time until the whole response has arrived.
+            most: read at most this many bytes, then close the connection, which cancels the request.
+
+        Raises:
+            NoAnswer: the response is not complete in time.
+            ServerError: the server cannot be reached, or closes the connection without a response.
+        """
+        end = monotonic() + seconds
+        connection = self._connection()
+        with closing(connection), closing(self._answered(connection, method, path, content, seconds)) as response:
+            headers = {name.lower(): value for name, value in response.getheaders()}
+            body, complete = b"", True
+            try:
+                while len(body) < most and (piece := response.read1(min(most - len(body), 1 << 16))):
+                    body += piece
+                    left = end - monotonic()
+                    if left <= 0:
+                        raise TimeoutError(f"no complete response within {seconds:g} s")
+                    self._limit_wait(left)
+            except TimeoutError as error:
+                raise self._unreachable(error) from None
+            except (OSError, HTTPException, ValueError):  # ValueError: invalid chunk size
+                complete = False
+            announced = headers.get("content-length", "")
+            if announced.isdecimal() and len(body) < min(int(announced), most) and method != "HEAD":
+                complete = False
+            return RawResponse(response.status, headers, body, complete)
+
+    def _limit_wait(self, seconds: float) -> None:
+        if self._socket is not None:
+            with suppress(OSError):  # it is already closed
+                self._socket.settimeout(seconds)
+
     def close(self) -> None:
         """Abort the running request, from any thread or signal handler. Its reader sees the end of the connection."""
         if self._socket is not None:
@@ -79,31 +140,36 @@ class ApiClient:
         Args:
             wait: the most seconds between two parts of the response, None for no limit.
         """
-        kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=LONGEST_WAIT)
-        with closing(connection), closing(self._answered(connection, method, path, body, wait)) as response:
+        connection = self._connection()
+        content = None if body is None else json.dumps(body).encode()
+        with closing(connection), closing(self._answered(connection, method, path, content, wait)) as response:
             if response.status != 200:
                 raise self._refusal(response, path)
             yield response
 
+    def _connection(self) -> HTTPConnection:
+        kind = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=LONGEST_WAIT)
+
     def _answered(
-        self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None, wait: float | None
+        self, connection: HTTPConnection, method: str, path: str, content: bytes | None, wait: float | None
     ) -> HTTPResponse:
         headers = {"Accept": "application/json, text/event-stream"}
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
-        content = None
-        if body is not None:
+        if content is not None:
             headers["Content-Type"] = "application/json"
-            content = json.dumps(body).encode()
         try:
             connection.connect()
+        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: invalid host name
+            raise self._unreachable(error, NoConnection) from None
+        try:
             connection.sock.settimeout(wait)
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # detect hosts that disappear
             self._socket = connection.sock
             connection.request(method, f"{self._parts.path}{path}", content, headers)
             return connection.getresponse()
-        except (OSError, HTTPException, UnicodeError) as error:  # UnicodeError: invalid host name
+        except (OSError, HTTPException) as error:
             raise self._unreachable(error) from None
 
     def _line(self, response: HTTPResponse) -> bytes:
@@ -133,9 +199,9 @@ class ApiClient:
             f"{self.url} does not respond as OpenAI's API does", "use the URL of a server that does, such as dsv4 serve"
         )
 
-    def _unreachable(self, error: Exception) -> ServerError:
+    def _unreachable(self, error: Exception, kind: type[ServerError] = ServerError) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        kind = NoAnswer if isinstance(error, TimeoutError) else ServerError
+        kind = NoAnswer if isinstance(error, TimeoutError) and kind is ServerError else kind
         return kind(f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL")
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:

@@ -1,0 +1,103 @@
+"""The protocol of a check: the requests that it makes, and how their responses are judged. No torch."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dsv4cli.engine.verification.calls import Call, ServerReply
+
+# the responses so far, by the key of their call
+Replies = Mapping[str, ServerReply]
+Verdict = Literal["right", "note", "wrong", "skipped"]
+FAMILIES = ("encoding", "replies", "tools", "company", "numbers", "limits", "long")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that a check found.
+
+    Attributes:
+        what: one sentence that says what the server did.
+        evidence: lines that show it: what was expected, and what came.
+        call: the request that shows it.
+        wrong: False for a remark that does not make the server wrong.
+    """
+
+    what: str
+    evidence: Sequence[str] = ()
+    call: Call | None = None
+    wrong: bool = True
+
+
+@dataclass(frozen=True)
+class Step:
+    """Requests that may be sent at the same time.
+
+    Attributes:
+        plan: returns the requests, given the responses to earlier steps.
+        together: the most requests to send at once; None for the limit of the run.
+        most: the most requests of a step that depends on earlier responses; 0 if the step does not.
+    """
+
+    plan: Callable[[Replies], Sequence[Call]]
+    together: int | None = None
+    most: int = 0
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check.
+
+    Attributes:
+        name: family and name, such as `replies.stop`.
+        reason: why servers get this wrong, or why it matters.
+        meaning: what a failure means for a user.
+        steps: the requests, in the order in which they are sent.
+        judge: yields what is wrong; nothing if all is right.
+        skip: why the check cannot run against this server; empty if it can.
+        figures: returns numbers to report besides the verdict.
+        ordered: whether the responses depend on the order of the requests. An interrupted check is then repeated from
+            its first request.
+    """
+
+    name: str
+    reason: str
+    meaning: str
+    steps: Sequence[Step]
+    judge: Callable[[Replies], Iterable[Problem]]
+    skip: str = ""
+    figures: Callable[[Replies], Mapping[str, Any]] = field(default=lambda replies: {})
+    ordered: bool = False
+
+    @property
+    def family(self) -> str:
+        """The family that the check belongs to."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of a check.
+
+    Attributes:
+        requests: number of requests that the check made.
+    """
+
+    check: Check
+    problems: Sequence[Problem]
+    requests: int
+    figures: Mapping[str, Any]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict of the check."""
+        if any(problem.wrong for problem in self.problems):
+            return "wrong"
+        if self.problems:
+            return "note"
+        return "skipped" if self.check.skip else "right"
+
+
+def fixed(calls: Sequence[Call], together: int | None = None) -> Step:
+    """Return a step whose requests do not depend on earlier responses."""
+    return Step(lambda replies: calls, together)

@@ -1,0 +1,171 @@
+"""Finds out what a server offers: its model, its APIs, its vocabulary and the release of its prompts. No torch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from dsv4cli.engine.config.presets import ASSUMED_RELEASE, RELEASES, Release
+from dsv4cli.engine.text.prompt import EFFORTS
+from dsv4cli.engine.text.tokenizer import Tokenizer
+from dsv4cli.engine.verification.calls import MESSAGES, MODELS, RESPONSES, TOKENIZE, Call, ServerReply
+from dsv4cli.engine.verification.chat_reply import ChatReply, UnreadableReply, read_chat
+from dsv4cli.engine.verification.target import Target
+from dsv4cli.engine.verification.vocabularies import known_tokenizers, open_tokenizer
+from dsv4cli.errors import ServerError, UsageError
+
+Send = Callable[[Call], ServerReply]
+# two vocabularies hardly ever encode this to the same number of tokens
+PROBE = (
+    "Please answer briefly: what is 17 + 25, and what is the capital of France? 你好，世界! Ærø, naïveté, "
+    "antidisestablishmentarianism, x² + y² = z², def f(n): return n - 1"
+)
+# a template that differs in its special tokens changes the count by at most this many tokens
+TEMPLATE_TOKENS = 3
+# statuses of a path that does not exist; 0 is no response
+ABSENT = (0, 404, 405, 501)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user says about the server: model, release and tokenizer; None for what is to be found out."""
+
+    model: str | None = None
+    release: Release | None = None
+    tokenizer: str | None = None
+
+
+def discover(url: str, send: Send, given: Given) -> Target:
+    """Return what the server offers.
+
+    Raises:
+        ServerError: it cannot be reached, or does not have OpenAI's chat API.
+        UsageError: it does not have the model, or the tokenizer does not exist.
+    """
+    name, limit = _model(url, send(Call("target/models", MODELS, None, "GET")), given.model)
+    tokenizer = None if given.tokenizer is None else open_tokenizer(given.tokenizer)
+    target = Target(url, name, limit, given.release or ASSUMED_RELEASE)
+    scored = _read(send(replace(target, logprobs=True).chat("target/logprobs", PROBE, most=4, logprobs=True)))
+    answer = scored or _first(url, send(target.chat("target/chat", PROBE, most=4)))
+    target = replace(_with_apis(target, send), logprobs=scored is not None and bool(scored.tokens))
+    if tokenizer is None:
+        where, tokenizer = _matching(target, answer, _raw_count(target, send))
+    else:
+        where = given.tokenizer or ""
+    target = replace(target, tokenizer=tokenizer, vocabulary=where)
+    if given.release is not None:
+        return replace(target, release_found="given")
+    return _with_release(target, send)
+
+
+def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int | None]:
+    """Return the name of the model, and its context length if the server announces it."""
+    listed = (reply.document or {}).get("data") if reply.status == 200 else None
+    models = [one for one in listed if isinstance(one, dict) and isinstance(one.get("id"), str)] if listed else []
+    if reply.status in (401, 403):
+        raise ServerError(f"{url} requires another API key", "write the key to a file, and pass it with --api-key-file")
+    if not models and wanted is None:
+        raise ServerError(f"{url} lists no models: {reply.summary}", "name the model with --model")
+    if wanted is not None and models and wanted not in [one["id"] for one in models]:
+        names = ", ".join(one["id"] for one in models)
+        raise UsageError(f"{url} has no model {wanted!r}", f"use one of {names}")
+    found = next((one for one in models if one["id"] == wanted), models[0] if models else {"id": wanted})
+    limit = found.get("max_model_len")
+    return str(found["id"]), limit if type(limit) is int and limit > 0 else None
+
+
+def _read(reply: ServerReply) -> ChatReply | None:
+    try:
+        return read_chat(reply, streamed=False)
+    except UnreadableReply:
+        return None
+
+
+def _first(url: str, reply: ServerReply) -> ChatReply:
+    """Return the first answer. Raises ServerError: without it, nothing can be verified."""
+    if reply.status in (401, 403):
+        raise ServerError(f"{url} requires another API key", "write the key to a file, and pass it with --api-key-file")
+    try:
+        return read_chat(reply, streamed=False)
+    except UnreadableReply as error:
+        raise ServerError(
+            f"{url} does not answer a chat request: {error}", "use the URL of a server with OpenAI's chat API"
+        ) from None
+
+
+def _with_apis(target: Target, send: Send) -> Target:
+    """Return the target with the other APIs that the server has."""
+    scored = send(target.raw("target/echo", PROBE, 1, echo=True, logprobs=1))
+    raw = scored if scored.status == 200 else send(target.raw("target/completions", PROBE, 1))
+    return replace(
+        target,
+        echo=scored.status == 200 and _scores(scored),
+        completions=raw.status == 200,
+        tokenize=_counted(send(_tokenize(target))) is not None,
+        messages=send(Call("target/messages", MESSAGES, {})).status not in ABSENT,
+        responses=send(Call("target/responses", RESPONSES, {})).status not in ABSENT,
+    )
+
+
+def _scores(reply: ServerReply) -> bool:
+    try:
+        listed = (reply.document or {})["choices"][0]["logprobs"]["token_logprobs"]
+    except (TypeError, LookupError):
+        return False
+    return isinstance(listed, list) and len(listed) > 8 and all(type(one) is float for one in listed[1:9])
+
+
+def _tokenize(target: Target) -> Call:
+    return Call("target/tokenize", TOKENIZE, {"model": target.model, "prompt": PROBE, "add_special_tokens": False})
+
+
+def _counted(reply: ServerReply) -> int | None:
+    count = (reply.document or {}).get("count") if reply.status == 200 else None
+    return count if type(count) is int else None
+
+
+def _raw_count(target: Target, send: Send) -> int | None:
+    """Return the number of tokens of the probe's text; None if the server cannot tell."""
+    if target.tokenize:
+        return _counted(send(_tokenize(target)))
+    if not target.completions:
+        return None
+    usage = (send(target.raw("target/completions", PROBE, 1)).document or {}).get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    return count if type(count) is int else None
+
+
+def _matching(target: Target, answer: ChatReply, raw: int | None) -> tuple[str, Tokenizer | None]:
+    """Return the name and the tokenizer of the vocabulary that counts as the server does; None if there is none."""
+    known = list(known_tokenizers(target.model))
+    for name, tokenizer in known:
+        if raw is not None and len(tokenizer.encode(PROBE)) in (raw, raw - 1):  # - 1: a BOS token was added
+            return name, tokenizer
+    count = answer.count("prompt_tokens")
+    for name, tokenizer in known:
+        whole = len(tokenizer.encode(target.prompt([{"role": "user", "content": PROBE}], (), "off")))
+        if count is not None and abs(whole - count) <= TEMPLATE_TOKENS:
+            return name, tokenizer
+    return "", None
+
+
+def _with_release(target: Target, send: Send) -> Target:
+    """Return the target with the release whose effort instructions have the length of the server's."""
+    fits = list(_fitting(target, send)) if target.tokenizer is not None else []
+    if len(fits) == 1:
+        return replace(target, release=fits[0], release_found="found by the length of its prompts")
+    by_name: Release = "0731" if "0731" in target.model else ASSUMED_RELEASE
+    found = "taken from the model's name" if by_name != ASSUMED_RELEASE else "assumed"
+    return replace(target, release=by_name, release_found=found)
+
+
+def _fitting(target: Target, send: Send) -> Iterator[Release]:
+    base = _read(send(target.chat("target/off", PROBE, most=1)))
+    reply = _read(send(target.chat("target/effort", PROBE, level="max", most=1)))
+    if reply is None or base is None:
+        return
+    question = [{"role": "user", "content": PROBE}]
+    more = (reply.count("prompt_tokens") or 0) - (base.count("prompt_tokens") or 0)
+    for release in RELEASES:
+        one = replace(target, release=release)
+        assert "max" in EFFORTS[release]
+        if one.estimate(question, (), "max") - one.estimate(question, (), "off") == more:
+            yield release

@@ -1,0 +1,155 @@
+"""Checks that prompts have the official encoder's number of tokens. No torch."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from dsv4cli.engine.config.presets import RELEASES
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.prompt import EFFORTS
+from dsv4cli.engine.verification.calls import Call
+from dsv4cli.engine.verification.chat_reply import UnreadableReply, read_chat
+from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
+from dsv4cli.engine.verification.conversations import Conversation, conversations
+from dsv4cli.engine.verification.target import Target, prompt_parts
+
+REASON = (
+    "The checkpoint has an encoder script and no chat template, so servers use templates written by hand. A prompt "
+    "that differs from what the model was trained on makes answers worse without any error."
+)
+MEANING = "The model reads another prompt than the one it was trained on; expect worse answers and failing tool calls."
+NO_TOKENIZER = "the model's tokenizer is not on this machine; name it with --tokenizer"
+# conversations of each kind with --quick
+QUICK = {"plain": 1, "system": 1, "multi-turn": 2, "unicode": 1, "special-tokens": 2, "thinking": 2, "tools": 2}
+QUICK |= {"efforts": 1, "tool-results": 2}
+
+
+def encoding_checks(target: Target, *, quick: bool) -> list[Check]:
+    """Return the checks, one per kind of conversation."""
+    return [
+        _check(target, kind, listed[: QUICK[kind]] if quick else listed) for kind, listed in conversations().items()
+    ]
+
+
+def _check(target: Target, kind: str, listed: Sequence[Conversation]) -> Check:
+    name = f"encoding.{kind}"
+    calls = [
+        target.chat(f"{name}/{number}", one.messages, level=one.level, tools=one.tools, most=1)
+        for number, one in enumerate(listed)
+    ]
+    skip = NO_TOKENIZER if target.tokenizer is None else ""
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        yield from _judge(target, list(zip(listed, calls, strict=True)), replies)
+
+    return Check(name, REASON, MEANING, [] if skip else [fixed(calls)], judge, skip)
+
+
+def _judge(target: Target, sent: Sequence[tuple[Conversation, Call]], replies: Replies) -> Iterator[Problem]:
+    counted: list[tuple[Conversation, Call, int]] = []
+    for one, call in sent:
+        try:
+            count = read_chat(replies[call.key], streamed=False).count("prompt_tokens")
+        except UnreadableReply as error:
+            yield Problem(f"the server did not answer conversation {call.key}", [str(error)], call)
+            continue
+        if count is None:
+            yield Problem("the response has no usage.prompt_tokens", [], call)
+            continue
+        counted.append((one, call, count))
+    # a text that is parsed as a token is right for the official script, and wrong for nobody: see _PARSED
+    wrong = [(one, call, count) for one, call, count in counted if count != count_prompt(target, one)]
+    if not wrong:
+        return
+    explained = explain(target, [(one, count) for one, _, count in wrong])
+    what = f"{len(wrong)} of {len(counted)} prompts differ from the official encoder's (release {target.release})"
+    evidence = [
+        f"{call.key}: the server counts {count:,} tokens, the official encoder {count_prompt(target, one):,}"
+        for one, call, count in wrong
+    ]
+    smallest = min((call for _, call, _ in wrong), key=lambda call: len(call.content or b""))
+    if explained == PARSED:
+        remark = (
+            "texts of special tokens in users' messages become tokens, so a user can write turns of the conversation"
+        )
+        yield Problem(f"{remark}; the official script does this too", evidence, smallest, wrong=False)
+        return
+    yield Problem(f"{what}{f': {explained}' if explained else ''}", evidence, smallest)
+
+
+def count_prompt(target: Target, one: Conversation) -> int:
+    """Return the number of tokens of the official encoder's prompt. Text in messages never becomes a special token."""
+    return _count(target, one)
+
+
+Variant = Callable[[Target, Conversation], int]
+PARSED = "texts of special tokens are read as tokens"
+
+
+def _count(target: Target, one: Conversation, *, drop_thinking: bool = True, parsed: bool = False) -> int:
+    assert target.tokenizer is not None
+    parts = prompt_parts(one.messages, one.tools, one.level, target.release, drop_thinking=drop_thinking)
+    return len(target.tokenizer.encode_parts(["".join(parts)] if parsed else parts)[0])
+
+
+def _without_system(one: Conversation) -> Conversation:
+    return replace(one, messages=[message for message in one.messages if message["role"] != "system"])
+
+
+def _last_turn(one: Conversation) -> Conversation:
+    at = max(number for number, message in enumerate(one.messages) if message["role"] == "user")
+    return replace(one, messages=one.messages[at:])
+
+
+def _without_reasoning(one: Conversation) -> Conversation:
+    plain = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in one.messages]
+    return replace(one, messages=plain)
+
+
+def _level(one: Conversation, level: str) -> Conversation:
+    return one if one.level == "off" else replace(one, level=level)
+
+
+# what servers do with prompts, and the number of tokens that follows
+VARIANTS: Mapping[str, Variant] = (
+    {
+        PARSED: lambda target, one: _count(target, one, parsed=True),
+        f"the prompt lacks the token {tokens.BOS} at its start": lambda target, one: _count(target, one) - 1,
+        f"the prompt has the token {tokens.BOS} twice at its start": lambda target, one: _count(target, one) + 1,
+        "the tools are missing": lambda target, one: _count(target, replace(one, tools=())),
+        "the system message is missing": lambda target, one: _count(target, _without_system(one)),
+        "only the last turn of the conversation is read": lambda target, one: _count(target, _last_turn(one)),
+        "reasoning of earlier turns is kept, where it must be left out": lambda target, one: _count(
+            target, one, drop_thinking=False
+        ),
+        "reasoning of earlier turns is left out, where it must be kept": lambda target, one: _count(
+            target, _without_reasoning(one)
+        ),
+    }
+    | {
+        f"the effort in the prompt is {level}, whatever the request says": (
+            lambda target, one, level=level: (
+                _count(target, _level(one, level)) if level in ("off", *EFFORTS[target.release]) else -1
+            )
+        )
+        for level in ("off", "high", "max")
+    }
+    | {
+        f"the prompts are those of release {release}": (
+            lambda target, one, release=release: (
+                _count(replace(target, release=release), one) if one.level in ("off", *EFFORTS[release]) else -1
+            )
+        )
+        for release in RELEASES
+    }
+)
+
+
+def explain(target: Target, wrong: Sequence[tuple[Conversation, int]]) -> str:
+    """Return the one thing that explains all counts, or the difference if it is the same in all; "" otherwise."""
+    for name, variant in VARIANTS.items():
+        if all(variant(target, one) == count for one, count in wrong):
+            return name
+    differences = {count - count_prompt(target, one) for one, count in wrong}
+    if len(differences) == 1:
+        return f"each has {differences.pop():+,} tokens"
+    return ""

@@ -1,0 +1,131 @@
+"""Checks that invalid requests are refused: status 4xx with a message, never 5xx, never a hang. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dsv4cli.engine.verification.calls import CHAT, Call
+from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
+from dsv4cli.engine.verification.replies import readable, unreadable
+from dsv4cli.engine.verification.target import Target
+
+# seconds within which a refusal must arrive
+PATIENCE = 30.0
+REASON = "Clients retry on 5xx and wait on a hang, so one wrong request can load a server without end."
+MEANING = "Errors of clients look like failures of the server, and retries make them worse."
+# a prompt longer than the limit that servers of this model announce at most, in characters of one token or more
+LONGEST_LIMIT = 1 << 20
+QUICK = ("limits.malformed", "limits.fields", "limits.too-long")
+# invalid bodies that are not JSON objects
+MALFORMED: Mapping[str, bytes] = {
+    "cut": b'{"messages": [{"role": "user", "content": "hi"',
+    "empty": b"",
+    "list": b"[1, 2, 3]",
+    "not-utf-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "deep": b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    "text": b"hello",
+}
+# fields with values that no server can obey
+_HI = [{"role": "user", "content": "hi"}]
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "role": {"messages": [{"role": "wizard", "content": "hi"}]},
+    "temperature": {"temperature": "hot"},
+    "messages": {"messages": "hi"},
+    "no-messages": {"messages": []},
+    "content": {"messages": [{"role": "user", "content": 5}]},
+    "max-tokens": {"max_tokens": -1},
+    "tools": {"tools": "get_weather"},
+    "negative": {"temperature": -1},
+    "tool-choice": {"tools": [], "tool_choice": {"type": "function", "function": {"name": "absent"}}},
+    "top-p": {"top_p": 7},
+    "logprobs": {"logprobs": True, "top_logprobs": 100000},
+    "stop": {"stop": {"text": "."}},
+}
+# fields that servers may accept: they are ignored, or clipped to the range
+LENIENT = frozenset({"negative", "top-p", "logprobs", "role", "tool-choice", "no-messages", "max-tokens"})
+
+
+def limit_checks(target: Target, *, quick: bool) -> list[Check]:
+    """Return the checks of invalid requests."""
+    few = 2 if quick else None
+    base = {"model": target.model, "messages": _HI, "max_tokens": 4, "temperature": 0}
+    malformed = [_call(f"limits.malformed/{name}", body) for name, body in [*MALFORMED.items()][:few]]
+    fields = [_call(f"limits.fields/{name}", {**base, **body}) for name, body in [*FIELDS.items()][:few]]
+    unknown = [
+        Call("limits.unknown/model", "/v1/models/no-such-model", None, "GET", seconds=PATIENCE),
+        Call("limits.unknown/path", "/v1/no-such-path", base, seconds=PATIENCE),
+        _call("limits.unknown/chat", base | {"model": "no-such-model"}),
+    ]
+    found = [
+        _refused("malformed", malformed),
+        _refused("fields", fields, lenient=frozenset(f"limits.fields/{name}" for name in LENIENT)),
+        _too_long(target, base),
+        _refused("unknown", unknown, lenient=frozenset({"limits.unknown/chat"})),
+        _alive(target),
+    ]
+    return [check for check in found if not quick or check.name in QUICK]
+
+
+def _call(key: str, body: Mapping[str, Any] | bytes) -> Call:
+    return Call(key, CHAT, body, seconds=PATIENCE)
+
+
+def _refused(name: str, calls: Sequence[Call], lenient: frozenset[str] = frozenset()) -> Check:
+    def judge(replies: Replies) -> Iterator[Problem]:
+        for call in calls:
+            yield from judge_refusal(call, replies, lenient=call.key in lenient)
+
+    return Check(f"limits.{name}", REASON, MEANING, [fixed(calls)], judge)
+
+
+def judge_refusal(call: Call, replies: Replies, *, lenient: bool = False) -> Iterator[Problem]:
+    """Yield what is wrong with the refusal of an invalid request.
+
+    Args:
+        lenient: an answer is only worth a note.
+    """
+    reply, name = replies[call.key], call.key.partition("/")[2]
+    if reply.failure == "no answer":
+        yield Problem(f"no response to an invalid request ({name}) within {call.seconds or 0:g} s", [], call)
+    elif reply.failure or not reply.complete:
+        yield Problem(f"the connection is closed instead of a refusal ({name})", [reply.summary], call)
+    elif reply.status >= 500:
+        yield Problem(f"an invalid request ({name}) has status {reply.status}", [reply.text[:200]], call)
+    elif reply.status < 400:
+        yield Problem(f"an invalid request ({name}) is accepted", [reply.summary], call, wrong=not lenient)
+    elif not reply.text.strip():
+        yield Problem(f"the refusal of an invalid request ({name}) has no body", [f"status {reply.status}"], call)
+
+
+def _too_long(target: Target, base: Mapping[str, Any]) -> Check:
+    # "a " is at most two tokens in every vocabulary, and at least one
+    text = "a " * ((target.limit or LONGEST_LIMIT) + 64)
+    call = Call("limits.too-long/prompt", CHAT, {**base, "messages": [{"role": "user", "content": text}]})
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        yield from judge_refusal(call, replies)
+
+    return Check(
+        "limits.too-long",
+        "A prompt beyond the limit must be refused. Servers that cut it silently answer another question.",
+        "Long conversations lose their beginning without an error.",
+        [fixed([call])],
+        judge,
+    )
+
+
+def _alive(target: Target) -> Check:
+    call = target.chat("limits.alive/chat", "What is 17 + 25?", most=16)
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        yield from unreadable([call], replies)
+        for _, answer in readable([call], replies):
+            if not (answer.content or answer.reasoning):
+                yield Problem("after invalid requests, the server no longer answers", [repr(answer.content)], call)
+
+    return Check(
+        "limits.alive",
+        "An invalid request may stop the engine behind the HTTP server.",
+        "One client can end the service for all.",
+        [fixed([call])],
+        judge,
+    )

@@ -1,0 +1,79 @@
+"""Which checks a run makes, and what they cost. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dsv4cli.engine.verification.calls import Call
+from dsv4cli.engine.verification.check import FAMILIES, Check
+from dsv4cli.engine.verification.encoding import encoding_checks
+from dsv4cli.engine.verification.limits import limit_checks
+from dsv4cli.engine.verification.replies import leak_checks, reply_checks
+from dsv4cli.engine.verification.reply_streams import stream_checks
+from dsv4cli.engine.verification.target import Target
+from dsv4cli.errors import UsageError
+
+# tokens of a request whose prompt depends on earlier answers, for the announced cost
+DEPENDENT_IN, DEPENDENT_OUT = 100, 24
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What to check.
+
+    Attributes:
+        quick: at most 60 requests.
+        long: also check long contexts.
+        only: families to check; empty for all.
+    """
+
+    quick: bool = False
+    long: bool = False
+    only: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PlannedCost:
+    """What checks cost: requests, prompt tokens, and the most tokens of answers."""
+
+    requests: int
+    tokens_in: int
+    tokens_out: int
+
+
+def check_scope(scope: Scope) -> None:
+    """Raise UsageError if a scope names a family that does not exist."""
+    unknown = sorted(scope.only - {*FAMILIES})
+    if unknown:
+        raise UsageError(f"there are no checks named {unknown[0]!r}", f"use {', '.join(FAMILIES)}")
+
+
+def plan_checks(target: Target, scope: Scope, sent: Callable[[], Sequence[Call]]) -> list[Check]:
+    """Return the checks in the order in which they run.
+
+    Args:
+        sent: returns the calls of the run so far.
+    """
+    checks = [
+        *encoding_checks(target, quick=scope.quick),
+        *reply_checks(target, quick=scope.quick),
+        *stream_checks(target, quick=scope.quick),
+        *limit_checks(target, quick=scope.quick),
+        *leak_checks(sent),
+    ]
+    return [check for check in checks if not scope.only or check.family in scope.only]
+
+
+def cost_of(checks: Sequence[Check]) -> PlannedCost:
+    """Return the cost of checks."""
+    requests = tokens_in = tokens_out = 0
+    for step in (step for check in checks if not check.skip for step in check.steps):
+        if step.most:
+            requests += step.most
+            tokens_in += step.most * DEPENDENT_IN
+            tokens_out += step.most * DEPENDENT_OUT
+            continue
+        calls = step.plan({})
+        requests += len(calls)
+        tokens_in += sum(call.tokens_in for call in calls)
+        tokens_out += sum(call.tokens_out for call in calls)
+    return PlannedCost(requests, tokens_in, tokens_out)

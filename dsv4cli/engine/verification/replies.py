@@ -1,0 +1,288 @@
+"""Checks of single answers: reasoning, stop texts, limits, sampling, and texts that must not leak. No torch."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from dsv4cli.engine.text import tokens
+from dsv4cli.engine.verification.calls import CHAT, Call
+from dsv4cli.engine.verification.chat_reply import ChatReply, UnreadableReply, read_chat
+from dsv4cli.engine.verification.check import Check, Problem, Replies, Step, fixed
+from dsv4cli.engine.verification.compare import ROUNDING
+from dsv4cli.engine.verification.target import Target
+
+THINKING = ("What is 17 * 25?", "What is 46 * 38?", "What is 318 + 457?")
+# answers of this question are long enough for every limit that is checked
+LONG = "What is 17 * 25? Show each step."
+# unlikely tokens follow each other, so that sampling at temperature 2 hardly ever repeats an answer
+OPEN = "Tell me a story about the sea and the wind."
+MARKUP = (*tokens.SPECIAL, f"<{tokens.DSML}", f"</{tokens.DSML}", "<tool_result>", "</tool_result>")
+SEEDS = (1, 2, 3, 4)
+LIMITS = (1, 2, 7)
+
+Judge = Callable[[Replies], Iterable[Problem]]
+
+
+def answers(calls: Iterable[Call], replies: Replies) -> Iterator[tuple[Call, ChatReply | UnreadableReply]]:
+    """Yield each call with its answer, or with the reason why it cannot be read."""
+    for call in calls:
+        try:
+            yield call, read_chat(replies[call.key], streamed=call.streams)
+        except UnreadableReply as error:
+            yield call, error
+
+
+def readable(calls: Iterable[Call], replies: Replies) -> Iterator[tuple[Call, ChatReply]]:
+    """Yield each call whose answer can be read, with the answer."""
+    for call, answer in answers(calls, replies):
+        if isinstance(answer, ChatReply):
+            yield call, answer
+
+
+def unreadable(calls: Iterable[Call], replies: Replies) -> Iterator[Problem]:
+    """Yield a problem for each answer that cannot be read."""
+    for call, answer in answers(calls, replies):
+        if not isinstance(answer, ChatReply):
+            yield Problem("a chat request has no readable answer", [str(answer)], call)
+
+
+def reply_checks(target: Target, *, quick: bool) -> list[Check]:
+    """Return the checks of single answers."""
+    few = 1 if quick else None
+    return [
+        _reasoning(target, THINKING[:few]),
+        _thinking_off(target, THINKING[:few]),
+        _efforts(target),
+        _stop(target),
+        _max_tokens(target, LIMITS[1:2] if quick else LIMITS),
+        _temperature(target, SEEDS[:2] if quick else SEEDS),
+    ]
+
+
+def _check(name: str, reason: str, meaning: str, calls: Sequence[Call], judge: Judge) -> Check:
+    def whole(replies: Replies) -> Iterator[Problem]:
+        yield from unreadable(calls, replies)
+        yield from judge(replies)
+
+    return Check(f"replies.{name}", reason, meaning, [fixed(calls)], whole)
+
+
+def _reasoning(target: Target, questions: Sequence[str]) -> Check:
+    calls = [target.chat(f"replies.reasoning/{n}", text, level="high", most=160) for n, text in enumerate(questions)]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        found = list(readable(calls, replies))
+        for call, answer in found:
+            mark = next((mark for mark in (tokens.THINK_START, tokens.THINK_END) if mark in (answer.content or "")), "")
+            if mark:
+                yield Problem(f"the reasoning is in the content: it contains {mark}", [repr(answer.content)], call)
+        if found and not any(answer.reasoning for _, answer in found):
+            call, answer = found[0]
+            yield Problem(
+                "thinking is requested, and no answer has reasoning_content or reasoning",
+                [f"content: {(answer.content or '')[:200]!r}"],
+                call,
+            )
+
+    return _check(
+        "reasoning",
+        "Servers split reasoning and content with a parser that must be enabled and must match the model.",
+        "Users see the model's reasoning as its answer, or applications do not receive it.",
+        calls,
+        judge,
+    )
+
+
+def _thinking_off(target: Target, questions: Sequence[str]) -> Check:
+    calls = [target.chat(f"replies.thinking-off/{n}", text, most=48) for n, text in enumerate(questions)]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        for call, answer in readable(calls, replies):
+            if answer.reasoning or tokens.THINK_END in (answer.content or ""):
+                yield Problem(
+                    "the answer has reasoning, although the request turns thinking off",
+                    [f"reasoning: {answer.reasoning[:200]!r}, content: {(answer.content or '')[:200]!r}"],
+                    call,
+                )
+
+    return _check(
+        "thinking-off",
+        "Templates take the thinking mode from different fields, and many ignore the one that a client sends.",
+        "Each answer takes and costs the tokens of reasoning that the application did not want.",
+        calls,
+        judge,
+    )
+
+
+def _efforts(target: Target) -> Check:
+    levels = ("high", "max")
+    calls = [target.chat(f"replies.efforts/{level}", THINKING[0], level=level, most=1) for level in levels]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        counts = [answer.count("prompt_tokens") for _, answer in readable(calls, replies)]
+        if len(counts) == len(levels) and None not in counts and counts[0] == counts[1]:
+            yield Problem(
+                "reasoning_effort does not change the prompt",
+                [f"the prompts of efforts high and max both have {counts[0]:,} tokens"],
+                calls[1],
+            )
+
+    return _check(
+        "efforts",
+        "The effort is a text in the prompt. A template that lacks it accepts the field and ignores it.",
+        "The effort has no effect: answers at max are no better than at high.",
+        calls,
+        judge,
+    )
+
+
+def _stop(target: Target) -> Check:
+    first = target.chat("replies.stop/whole", THINKING[0], most=24, logprobs=True)
+
+    def stopped(replies: Replies) -> list[Call]:
+        stop = _stop_text(replies, first)
+        return [
+            target.chat(f"replies.stop/{kind}", THINKING[0], most=24, stop=[stop], stream=kind == "streamed")
+            for kind in ("stopped", "streamed")
+            if stop
+        ]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        calls = stopped(replies)
+        yield from unreadable([first, *calls], replies)
+        stop = _stop_text(replies, first)
+        for _, answer in readable([first], replies):
+            wanted = (answer.content or "").partition(stop)[0]
+            for call, cut in readable(calls, replies):
+                if (cut.content or "") != wanted or cut.finish != "stop":
+                    yield Problem(
+                        f"the stop text {stop!r} does not end the answer where it begins",
+                        [
+                            f"without it: {answer.content!r}",
+                            f"with it: {cut.content!r}, finish_reason {cut.finish!r}; expected {wanted!r}, 'stop'",
+                        ],
+                        call,
+                    )
+
+    return Check(
+        "replies.stop",
+        "A stop text may begin in one token and end in another, and part of it may already have been streamed.",
+        "Agents that stop at a text read too much, or wait for the limit.",
+        [fixed([first]), Step(stopped, most=2)],
+        judge,
+    )
+
+
+def _stop_text(replies: Replies, call: Call) -> str:
+    """Return a text of two characters across two tokens of the answer, "" if the answer is too short."""
+    for _, answer in readable([call], replies):
+        text = answer.content or ""
+        end, cuts = 0, []
+        for token in answer.tokens:
+            end += len(token.text)
+            cuts.append(end)
+        for at in cuts or range(4, len(text)):
+            stop = text[at - 1 : at + 1]
+            if at >= 4 and len(stop) == 2 and text.find(stop) == at - 1 and "\ufffd" not in stop:
+                return stop
+    return ""
+
+
+def _max_tokens(target: Target, limits: Sequence[int]) -> Check:
+    calls = [target.chat(f"replies.max-tokens/{n}", LONG, level="high", most=n, logprobs=True) for n in limits]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        for call, answer in readable(calls, replies):
+            most = call.tokens_out
+            count = answer.count("completion_tokens")
+            listed = len(answer.tokens)
+            if answer.finish != "length" or count != most or (listed and listed != most):
+                shown = f"usage.completion_tokens {count}, finish_reason {answer.finish!r}, {listed} log-probabilities"
+                yield Problem(f"max_tokens {most} does not end the answer after {most} tokens", [shown], call)
+
+    return _check(
+        "max-tokens",
+        "Drafts, chunks and reasoning are places where a limit is exceeded or counted twice.",
+        "Answers are longer or shorter than requested, and so is the bill.",
+        calls,
+        judge,
+    )
+
+
+def _temperature(target: Target, seeds: Sequence[int]) -> Check:
+    hot = [target.chat(f"replies.temperature/hot-{seed}", OPEN, most=16, temperature=2, seed=seed) for seed in seeds]
+    cold = [target.chat(f"replies.temperature/cold-{n}", OPEN, most=16, logprobs=True) for n in range(2)]
+
+    def judge(replies: Replies) -> Iterator[Problem]:
+        texts = {(answer.reasoning, answer.content) for _, answer in readable(hot, replies)}
+        if len(hot) > 1 and len(texts) == 1:
+            yield Problem(
+                f"{len(hot)} answers at temperature 2 with different seeds are the same", [repr(texts.pop())], hot[0]
+            )
+        for call, answer in readable(cold, replies):
+            for token in answer.tokens:
+                best = max(token.top.values(), default=token.logprob)
+                if best - token.logprob > ROUNDING:
+                    shown = f"{token.text!r} has {token.logprob:.3f}, the likeliest token {best:.3f}"
+                    yield Problem("at temperature 0, a token is not the likeliest one", [shown], call)
+                    break
+        colds = {(answer.reasoning, answer.content) for _, answer in readable(cold, replies)}
+        if len(colds) > 1 and not target.logprobs:
+            yield Problem("two answers at temperature 0 differ", [repr(one) for one in colds], cold[0], wrong=False)
+
+    return _check(
+        "temperature",
+        "Gateways drop sampling fields that they do not know, and servers replace them with their own defaults.",
+        "Answers are random where they must be repeatable, or the same where variety is wanted.",
+        [*hot, *cold],
+        judge,
+    )
+
+
+def leak_checks(sent: Callable[[], Sequence[Call]]) -> list[Check]:
+    """Return the checks of all chat answers of the run, which need no requests of their own.
+
+    Args:
+        sent: returns the calls of the run so far.
+    """
+
+    def chats(replies: Replies) -> list[Call]:
+        return [call for call in sent() if call.path == CHAT and call.most is None and replies[call.key].status == 200]
+
+    def markup(replies: Replies) -> Iterator[Problem]:
+        for call, answer in readable(chats(replies), replies):
+            for name, text in answer.texts():
+                mark = next((mark for mark in MARKUP if mark in text), "")
+                if mark:
+                    at = text.index(mark)
+                    yield Problem(f"{name} contains {mark}", [repr(text[max(at - 60, 0) : at + 100])], call)
+                    break
+
+    def content(replies: Replies) -> Iterator[Problem]:
+        for call in chats(replies):
+            try:
+                answer = read_chat(replies[call.key], streamed=call.streams)
+            except UnreadableReply as error:
+                yield Problem("a response with status 200 cannot be read", [str(error)], call)
+                continue
+            if not (answer.content or answer.reasoning or answer.calls) and call.tokens_out > 1:
+                yield Problem(
+                    "an answer is empty: no content, no reasoning and no calls",
+                    [f"content {answer.content!r}, finish_reason {answer.finish!r}, usage {answer.usage}"],
+                    call,
+                )
+
+    return [
+        Check(
+            "replies.markup",
+            "Special tokens and tool markup belong to the prompt format. A parser that fails lets them through.",
+            "Users see markup, and the next turn sends it back to the model as text.",
+            [],
+            markup,
+        ),
+        Check(
+            "replies.content",
+            "A parser that swallows text, or a failed request behind a gateway, yields 200 with content: null.",
+            "Applications crash, or take nothing for an answer.",
+            [],
+            content,
+        ),
+    ]

@@ -1,0 +1,90 @@
+"""Runs checks against a server, and collects their results. No torch."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
+
+from dsv4cli.engine.verification.calls import Call, ServerReply
+from dsv4cli.engine.verification.check import Check, CheckResult
+from dsv4cli.engine.verification.plan import PlannedCost, cost_of
+from dsv4cli.engine.verification.sender import Sender
+
+
+@dataclass
+class Verification:
+    """A run of checks.
+
+    Attributes:
+        calls: the requests so far.
+        replies: the responses, by the key of their call.
+        results: the results so far.
+        seconds: the time that the checks have taken.
+    """
+
+    sender: Sender
+    calls: list[Call] = field(default_factory=list)
+    replies: dict[str, ServerReply] = field(default_factory=dict)
+    results: list[CheckResult] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a check has failed."""
+        return any(result.verdict == "wrong" for result in self.results)
+
+    def cost(self, checks: Sequence[Check]) -> PlannedCost:
+        """Return the cost of checks."""
+        return cost_of(checks)
+
+    def run(self, checks: Sequence[Check], progress: Callable[[int, int], None]) -> None:
+        """Run checks, in order.
+
+        Args:
+            progress: called with the number of requests done and their total.
+
+        Raises:
+            ServerError: the server does not accept connections.
+        """
+        total, before, start = self.cost(checks).requests, 0, monotonic()
+        for check in checks:
+            progress(before, total)
+            self._run(check, partial(_shifted, progress, before, total))
+            before += self.cost([check]).requests
+        progress(total, total)
+        self.seconds += monotonic() - start
+
+    def _run(self, check: Check, progress: Callable[[int], None]) -> None:
+        calls: list[Call] = []
+        for step in () if check.skip else check.steps:
+            planned = step.plan(self.replies)
+            count = [len(calls)]
+
+            def done(count: list[int] = count) -> None:
+                count[0] += 1
+                progress(count[0])
+
+            self.replies |= self.sender.send_all(planned, step.together, done, keep=not check.ordered)
+            calls += planned
+        if check.ordered:
+            self.sender.keep(calls, self.replies)
+        self.calls += calls
+        problems = () if check.skip else tuple(check.judge(self.replies))
+        figures = {} if check.skip else check.figures(self.replies)
+        self.results.append(CheckResult(check, problems, len(calls), figures))
+
+    def answered_tokens(self) -> tuple[int, int]:
+        """Return the tokens of prompts and of answers that the server reports."""
+        given = drawn = 0
+        for reply in self.replies.values():
+            for document in (reply.document, *reversed(reply.events)):
+                usage = document.get("usage") if isinstance(document, dict) else None
+                if isinstance(usage, dict):
+                    given += int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0)
+                    drawn += int(usage.get("completion_tokens") or usage.get("output_tokens") or 0)
+                    break
+        return given, drawn
+
+
+def _shifted(progress: Callable[[int, int], None], before: int, total: int, count: int) -> None:
+    progress(before + count, total)
