@@ -1,0 +1,111 @@
+"""Runs the checks of `dsv4 verify`, and reports them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from dsv4cli.commands.chat.remote import read_key
+from dsv4cli.commands.verify.options import VerifyOptions
+from dsv4cli.commands.verify.report import print_report, write_reports
+from dsv4cli.errors import UsageError
+from dsv4cli.output import Output, counted
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.verification.check import Check
+    from dsv4cli.engine.verification.plan import Scope
+    from dsv4cli.engine.verification.sender import Sender
+    from dsv4cli.engine.verification.verify import Verification
+
+
+def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong", "not checked"]:
+    """Check the server, and report. Returns the verdict; "not checked" with --dry-run.
+
+    Raises:
+        UsageError: an option is invalid.
+        ServerError: the server cannot be reached, or has no chat API.
+    """
+    from dsv4cli.engine.verification.journal import Journal
+    from dsv4cli.engine.verification.sender import Sender
+
+    key, scope = read_key(options.api_key_file), _scope(options)
+    for path in (options.report, options.junit):
+        if path is not None:
+            _check_folder(path)
+    url = Sender(options.url, key, 1, 1).url
+    journal = None if options.out is None else Journal(options.out, url)
+    sender = Sender(url, key, options.concurrency, options.timeout, journal)
+    try:
+        if journal is not None and len(journal):
+            output.status(f"{options.out} has {counted(len(journal), 'response')}, which are not requested again")
+        return _verified(output, sender, options, scope, bool(key))
+    finally:
+        sender.close()
+        if journal is not None:
+            journal.close()
+
+
+def _scope(options: VerifyOptions) -> "Scope":
+    from dsv4cli.engine.verification.plan import Scope, check_scope
+
+    only = frozenset(name.strip() for name in options.only.split(",")) if options.only else frozenset()
+    scope = Scope(options.quick, options.long, only)
+    check_scope(scope)
+    return scope
+
+
+def _check_folder(path: Path) -> None:
+    """Raise UsageError if a file cannot be created because its folder does not exist."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}", f"create it, or write {path.name} elsewhere")
+
+
+def _verified(
+    output: Output, sender: "Sender", options: VerifyOptions, scope: "Scope", keyed: bool
+) -> Literal["right", "wrong", "not checked"]:
+    from dsv4cli.engine.verification.discover import Given, discover
+    from dsv4cli.engine.verification.plan import plan_checks
+    from dsv4cli.engine.verification.verify import Verification
+
+    done = Verification(sender)
+    target = discover(sender.url, sender.send, Given(options.model, options.release, options.tokenizer))
+    size = "" if target.limit is None else f", a context of {target.limit:,} tokens"
+    output.status(f"{target.url}: {target.model}{size}; release {target.release}, {target.release_found}")
+    if target.tokenizer is None:
+        output.warning("no tokenizer on this machine fits the server's model: name it with --tokenizer")
+    checks = plan_checks(target, scope, lambda: done.calls)
+    _announce(output, done, checks, options.dry_run)
+    if options.dry_run:
+        return "not checked"
+    with output.counting("requests") as update:
+        done.run(checks, lambda count, total: update(count, total, ""))
+    write_reports(output, target, done, options.report, options.junit, keyed)
+    print_report(output, target, done, keyed)
+    return "wrong" if done.wrong else "right"
+
+
+def _announce(output: Output, done: "Verification", checks: "list[Check]", dry_run: bool) -> None:
+    """Print the cost of the checks before they begin."""
+    cost = done.cost(checks)
+    text = (
+        f"{counted(len(checks), 'check')}, {counted(cost.requests, 'request')}: about {cost.tokens_in:,} tokens in, at "
+        f"most {cost.tokens_out:,} out"
+    )
+    if not dry_run:
+        output.status(text)
+        return
+    rows = [["checks", "requests", "tokens in", "tokens out"]]
+    families = dict.fromkeys(check.family for check in checks)
+    parts = {name: done.cost([check for check in checks if check.family == name]) for name in families}
+    rows += [
+        [name, *(f"{number:,}" for number in (one.requests, one.tokens_in, one.tokens_out))]
+        for name, one in {**parts, "all": cost}.items()
+    ]
+    output.table(rows, numbers=True)
+    output.document(
+        {
+            "schema": "dsv4.verify-plan/1",
+            "requests": cost.requests,
+            "tokens_in": cost.tokens_in,
+            "tokens_out": cost.tokens_out,
+        }
+    )
