@@ -8,8 +8,8 @@ from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.verification.check import CheckResult
-    from dsv4cli.engine.verification.target import Target
-    from dsv4cli.engine.verification.verify import Verification
+    from dsv4cli.engine.verification.checked_server import CheckedServer
+    from dsv4cli.engine.verification.verify_run import VerifyRun
 
 # lines of evidence of a problem on a terminal; --json and --report have all
 MOST_EVIDENCE = 4
@@ -17,7 +17,7 @@ MOST_EVIDENCE = 4
 MOST_PROBLEMS = 3
 
 
-def print_report(output: Output, target: "Target", done: "Verification", keyed: bool) -> None:
+def print_report(output: Output, target: "CheckedServer", done: "VerifyRun", keyed: bool) -> None:
     """Print the verdicts, and what is wrong."""
     from dsv4cli.engine.verification.report import json_report
 
@@ -61,7 +61,7 @@ def _print_problems(output: Output, url: str, result: "CheckResult", keyed: bool
     output.line()
 
 
-def _sentence(target: "Target", done: "Verification") -> str:
+def _sentence(target: "CheckedServer", done: "VerifyRun") -> str:
     wrong = [result.check.name for result in done.results if result.verdict == "wrong"]
     checked = sum(result.verdict != "skipped" for result in done.results)
     if wrong:
@@ -70,7 +70,7 @@ def _sentence(target: "Target", done: "Verification") -> str:
     return f"{target.model} on {target.url} is right: {counted(checked, 'check')} passed"
 
 
-def run_facts(done: "Verification") -> dict[str, Any]:
+def run_facts(done: "VerifyRun") -> dict[str, Any]:
     """Return the size of the run: requests, tokens as the server reports them, and seconds."""
     tokens_in, tokens_out = done.answered_tokens()
     return {
@@ -82,7 +82,7 @@ def run_facts(done: "Verification") -> dict[str, Any]:
 
 
 def write_reports(
-    output: Output, target: "Target", done: "Verification", markdown: Path | None, junit: Path | None, keyed: bool
+    output: Output, target: "CheckedServer", done: "VerifyRun", markdown: Path | None, junit: Path | None, keyed: bool
 ) -> None:
     """Write the files of --report and --junit. Raises Dsv4Error if one cannot be written."""
     from dsv4cli.engine.verification.report import junit_report, markdown_report

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.verification.check import Check
     from dsv4cli.engine.verification.plan import Scope
     from dsv4cli.engine.verification.sender import Sender
-    from dsv4cli.engine.verification.verify import Verification
+    from dsv4cli.engine.verification.verify_run import VerifyRun
 
 
 def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong", "not checked"]:
@@ -23,7 +23,7 @@ def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong
         UsageError: an option is invalid.
         ServerError: the server cannot be reached, or has no chat API.
     """
-    from dsv4cli.engine.verification.journal import Journal
+    from dsv4cli.engine.verification.journal import ReplyJournal
     from dsv4cli.engine.verification.sender import Sender
 
     key, scope = read_key(options.api_key_file), _scope(options)
@@ -31,7 +31,7 @@ def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong
         if path is not None:
             _check_folder(path)
     url = Sender(options.url, key, 1, 1).url
-    journal = None if options.out is None else Journal(options.out, url)
+    journal = None if options.out is None else ReplyJournal(options.out, url)
     sender = Sender(url, key, options.concurrency, options.timeout, journal)
     try:
         if journal is not None and len(journal):
@@ -62,12 +62,12 @@ def _check_folder(path: Path) -> None:
 def _verified(
     output: Output, sender: "Sender", options: VerifyOptions, scope: "Scope", keyed: bool
 ) -> Literal["right", "wrong", "not checked"]:
-    from dsv4cli.engine.verification.discover import Given, discover
+    from dsv4cli.engine.verification.discover import ServerHints, discover
     from dsv4cli.engine.verification.plan import plan_checks
-    from dsv4cli.engine.verification.verify import Verification
+    from dsv4cli.engine.verification.verify_run import VerifyRun
 
-    done = Verification(sender)
-    target = discover(sender.url, sender.send, Given(options.model, options.release, options.tokenizer))
+    done = VerifyRun(sender)
+    target = discover(sender.url, sender.send, ServerHints(options.model, options.release, options.tokenizer))
     size = "" if target.limit is None else f", a context of {target.limit:,} tokens"
     output.status(f"{target.url}: {target.model}{size}; release {target.release}, {target.release_found}")
     if target.tokenizer is None:
@@ -83,7 +83,7 @@ def _verified(
     return "wrong" if done.wrong else "right"
 
 
-def _announce(output: Output, done: "Verification", checks: "list[Check]", dry_run: bool) -> None:
+def _announce(output: Output, done: "VerifyRun", checks: "list[Check]", dry_run: bool) -> None:
     """Print the cost of the checks before they begin."""
     cost = done.cost(checks)
     text = (

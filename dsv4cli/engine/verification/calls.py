@@ -14,7 +14,7 @@ Failure = Literal["", "no answer", "closed"]
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """A request to send.
 
     Attributes:

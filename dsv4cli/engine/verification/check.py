@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dsv4cli.engine.verification.calls import Call, ServerReply
+from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 
 # the responses so far, by the key of their call
 Replies = Mapping[str, ServerReply]
@@ -25,12 +25,12 @@ class Problem:
 
     what: str
     evidence: Sequence[str] = ()
-    call: Call | None = None
+    call: ApiCall | None = None
     wrong: bool = True
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckStep:
     """Requests that may be sent at the same time.
 
     Attributes:
@@ -39,7 +39,7 @@ class Step:
         most: the most requests of a step that depends on earlier responses; 0 if the step does not.
     """
 
-    plan: Callable[[Replies], Sequence[Call]]
+    plan: Callable[[Replies], Sequence[ApiCall]]
     together: int | None = None
     most: int = 0
 
@@ -63,7 +63,7 @@ class Check:
     name: str
     reason: str
     meaning: str
-    steps: Sequence[Step]
+    steps: Sequence[CheckStep]
     judge: Callable[[Replies], Iterable[Problem]]
     skip: str = ""
     figures: Callable[[Replies], Mapping[str, Any]] = field(default=lambda replies: {})
@@ -98,6 +98,6 @@ class CheckResult:
         return "skipped" if self.check.skip else "right"
 
 
-def fixed(calls: Sequence[Call], together: int | None = None) -> Step:
+def fixed(calls: Sequence[ApiCall], together: int | None = None) -> CheckStep:
     """Return a step whose requests do not depend on earlier responses."""
-    return Step(lambda replies: calls, together)
+    return CheckStep(lambda replies: calls, together)

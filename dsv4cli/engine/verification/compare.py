@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from dsv4cli.engine.verification.chat_reply import AnswerToken, ChatReply
+from dsv4cli.engine.verification.chat_answer import AnswerToken, ChatAnswer
 
 # Rounding in FP8 and bf16 sums moves log-probabilities of likely tokens by hundredths of a nat and rarely by more than
 # a tenth, so two tokens can only change places if they are closer than this, in nats.
@@ -33,7 +33,7 @@ class AnswerDifference:
         return max(self.drift, float("inf") if self.margin is None else self.margin)
 
 
-def difference(one: ChatReply, other: ChatReply) -> AnswerDifference | None:
+def difference(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference | None:
     """Return how two answers differ; None if their texts, calls and log-probabilities are equal."""
     same = _words(one) == _words(other)
     tokens = list(zip(one.tokens, other.tokens, strict=False))
@@ -65,16 +65,16 @@ def _margin(one: AnswerToken, other: AnswerToken) -> float | None:
     return one.logprob - one.top.get(other.text, min(one.top.values()))
 
 
-def _words(one: ChatReply) -> tuple[object, ...]:
+def _words(one: ChatAnswer) -> tuple[object, ...]:
     calls = [(call.name, call.arguments) for call in one.calls]
     return one.content or "", one.reasoning, calls, one.finish
 
 
-def _short(one: ChatReply) -> str:
+def _short(one: ChatAnswer) -> str:
     return repr((one.reasoning + (one.content or "") + "".join(call.arguments for call in one.calls))[:120])
 
 
-def _shown(one: ChatReply, other: ChatReply, at: int) -> list[str]:
+def _shown(one: ChatAnswer, other: ChatAnswer, at: int) -> list[str]:
     lines = []
     for name, answer in (("one", one), ("other", other)):
         token = answer.tokens[at]

@@ -10,7 +10,7 @@ from dsv4cli.engine.text.prompt import Message, Tool
 
 
 @dataclass(frozen=True)
-class Conversation:
+class SampleConversation:
     """A conversation to encode.
 
     Attributes:
@@ -75,16 +75,18 @@ def result(id: str, text: str) -> Message:
     return {"role": "tool", "tool_call_id": id, "content": text}
 
 
-def conversations() -> dict[str, list[Conversation]]:
+def conversations() -> dict[str, list[SampleConversation]]:
     """Return the conversations by kind, the most telling of each kind first."""
     return {
-        "plain": [Conversation([user(text)]) for text in _PLAIN],
-        "system": [Conversation([system(text), user("What is 17 + 25?")]) for text in _SYSTEM],
+        "plain": [SampleConversation([user(text)]) for text in _PLAIN],
+        "system": [SampleConversation([system(text), user("What is 17 + 25?")]) for text in _SYSTEM],
         "multi-turn": list(_multi_turn()),
-        "unicode": [Conversation([user(text)]) for text in _UNICODE],
-        "special-tokens": [Conversation([user(text)]) for text in _SPECIAL],
+        "unicode": [SampleConversation([user(text)]) for text in _UNICODE],
+        "special-tokens": [SampleConversation([user(text)]) for text in _SPECIAL],
         "thinking": list(_thinking()),
-        "efforts": [Conversation([system(SYSTEM), user(_PLAIN[0])], level=level) for level in ("max", "high", "off")],
+        "efforts": [
+            SampleConversation([system(SYSTEM), user(_PLAIN[0])], level=level) for level in ("max", "high", "off")
+        ],
         "tools": list(_tools()),
         "tool-results": list(_results()),
     }
@@ -125,69 +127,69 @@ _SPECIAL = (
 )
 
 
-def _multi_turn() -> Iterator[Conversation]:
+def _multi_turn() -> Iterator[SampleConversation]:
     turns = [user("What is 17 + 25?"), said("17 + 25 = 42."), user("And plus 8?"), said("42 + 8 = 50.")]
-    yield Conversation([*turns, user("And minus 1?")])
-    yield Conversation([*turns[:2], user("And plus 8?")])
-    yield Conversation([system(SYSTEM), *turns, user("And times two?")])
-    yield Conversation([user("Hi."), said("Hello! How can I help?\n"), user("Thanks."), said("  "), user("Bye.")])
+    yield SampleConversation([*turns, user("And minus 1?")])
+    yield SampleConversation([*turns[:2], user("And plus 8?")])
+    yield SampleConversation([system(SYSTEM), *turns, user("And times two?")])
+    yield SampleConversation([user("Hi."), said("Hello! How can I help?\n"), user("Thanks."), said("  "), user("Bye.")])
     long = [one for number in range(10) for one in (user(f"Remember {number}."), said(f"I remember {number}."))]
-    yield Conversation([*long, user("Which numbers did I say?")])
-    yield Conversation([user("One."), user("Two."), said("Both."), user("Three.")])
-    yield Conversation([user("Write code."), said("```python\nprint('é')\n```"), user("Shorter.")])
+    yield SampleConversation([*long, user("Which numbers did I say?")])
+    yield SampleConversation([user("One."), user("Two."), said("Both."), user("Three.")])
+    yield SampleConversation([user("Write code."), said("```python\nprint('é')\n```"), user("Shorter.")])
 
 
-def _thinking() -> Iterator[Conversation]:
+def _thinking() -> Iterator[SampleConversation]:
     first = [user("What is 17 * 25?"), said("17 * 25 = 425.", "17 * 20 = 340; 17 * 5 = 85; 340 + 85 = 425")]
-    yield Conversation([*first, user("And plus 5?")], level="high")
-    yield Conversation([*first, user("And plus 5?")])
-    yield Conversation([user("What is 17 * 25?")], level="high")
-    yield Conversation([system(SYSTEM), *first, user("And plus 5?")], level="high")
+    yield SampleConversation([*first, user("And plus 5?")], level="high")
+    yield SampleConversation([*first, user("And plus 5?")])
+    yield SampleConversation([user("What is 17 * 25?")], level="high")
+    yield SampleConversation([system(SYSTEM), *first, user("And plus 5?")], level="high")
     second = [user("And plus 5?"), said("425 + 5 = 430.", "add five")]
-    yield Conversation([*first, *second, user("And minus 1?")], level="high")
+    yield SampleConversation([*first, *second, user("And minus 1?")], level="high")
     call = called(("c1", "get_time", {"city": "Rome"}), reasoning="I need get_time.")
     asked = [user("What time is it in Rome?"), call, result("c1", '{"time": "12:30"}')]
-    yield Conversation(asked, [TIME], level="high")
+    yield SampleConversation(asked, [TIME], level="high")
     answered = [*asked, said("It is 12:30 in Rome.", "I have the result."), user("And in Paris?")]
-    yield Conversation(answered, [TIME], level="high")
+    yield SampleConversation(answered, [TIME], level="high")
 
 
-def _tools() -> Iterator[Conversation]:
+def _tools() -> Iterator[SampleConversation]:
     question = user("What is the weather in Paris?")
-    yield Conversation([system(SYSTEM), question], [WEATHER, TIME])
-    yield Conversation([question], [WEATHER])
-    yield Conversation([question], [EVENT, TIME])
-    yield Conversation([question], [function("where_am_i", "Get the current place.")])
-    yield Conversation([question], [function("größe", "Gibt die Größe: „groß“ oder 小.", größe=TEXT)])
-    yield Conversation([question], [WEATHER], level="high")
+    yield SampleConversation([system(SYSTEM), question], [WEATHER, TIME])
+    yield SampleConversation([question], [WEATHER])
+    yield SampleConversation([question], [EVENT, TIME])
+    yield SampleConversation([question], [function("where_am_i", "Get the current place.")])
+    yield SampleConversation([question], [function("größe", "Gibt die Größe: „groß“ oder 小.", größe=TEXT)])
+    yield SampleConversation([question], [WEATHER], level="high")
     many = [function(f"tool_{number}", f"Tool number {number}.", value={"type": "number"}) for number in range(12)]
-    yield Conversation([system(SYSTEM), question], many)
+    yield SampleConversation([system(SYSTEM), question], many)
     deep: dict[str, Any] = {"type": "object", "properties": {"leaf": TEXT}}
     for _ in range(6):
         deep = {"type": "object", "properties": {"child": deep, "list": {"type": "array", "items": deep}}}
-    yield Conversation([question], [function("build_tree", "Build a tree.", root=deep)])
+    yield SampleConversation([question], [function("build_tree", "Build a tree.", root=deep)])
 
 
-def _results() -> Iterator[Conversation]:
+def _results() -> Iterator[SampleConversation]:
     call = called(("c1", "get_weather", {"city": "Paris", "unit": "celsius"}))
     asked = [user("What is the weather in Paris?"), call]
     answer = result("c1", '{"temperature": 21, "unit": "celsius", "sky": "sunny"}')
     two = called(("c1", "get_weather", {"city": "Oslo", "unit": "celsius"}), ("c2", "get_time", {"city": "Rome"}))
-    yield Conversation(
+    yield SampleConversation(
         [user("Weather in Oslo, time in Rome?"), two, result("c2", "12:30"), result("c1", "rain")], [WEATHER, TIME]
     )
-    yield Conversation([*asked, answer], [WEATHER])
-    yield Conversation([system(SYSTEM), *asked, answer, said("It is sunny."), user("And in Rome?")], [WEATHER])
-    yield Conversation([*asked, result("c1", "")], [WEATHER])
+    yield SampleConversation([*asked, answer], [WEATHER])
+    yield SampleConversation([system(SYSTEM), *asked, answer, said("It is sunny."), user("And in Rome?")], [WEATHER])
+    yield SampleConversation([*asked, result("c1", "")], [WEATHER])
     nested = {"title": "Lunch", "when": {"day": "Monday", "hour": 12}, "guests": ["Ada", "Émile"], "note": None}
-    yield Conversation([user("Plan lunch."), called(("c1", "add_event", nested)), result("c1", "ok")], [EVENT])
+    yield SampleConversation([user("Plan lunch."), called(("c1", "add_event", nested)), result("c1", "ok")], [EVENT])
     text = called(("c1", "get_time", {"city": 'a "quoted" <b> & \\ name\nin two lines'}), text="One moment.")
-    yield Conversation([user("What time is it?"), text, result("c1", "unknown city")], [TIME])
-    yield Conversation([user("Where am I?"), called(("c1", "where_am_i", {})), result("c1", "北京")], [TIME])
-    yield Conversation([*asked, result("c1", "line\n" * 60)], [WEATHER])
+    yield SampleConversation([user("What time is it?"), text, result("c1", "unknown city")], [TIME])
+    yield SampleConversation([user("Where am I?"), called(("c1", "where_am_i", {})), result("c1", "北京")], [TIME])
+    yield SampleConversation([*asked, result("c1", "line\n" * 60)], [WEATHER])
     numbers = called(
         ("c1", "add_event", {"title": "x", "when": {"day": "y", "hour": -1.5e3}, "guests": [], "note": "z"})
     )
-    yield Conversation([user("Plan it."), numbers, result("c1", "ok"), user("Thanks.")], [EVENT])
+    yield SampleConversation([user("Plan it."), numbers, result("c1", "ok"), user("Thanks.")], [EVENT])
     steps = [*asked, answer, called(("c2", "get_time", {"city": "Paris"})), result("c2", "09:00")]
-    yield Conversation(steps, [WEATHER, TIME])
+    yield SampleConversation(steps, [WEATHER, TIME])

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from dsv4cli.engine.config.presets import ASSUMED_RELEASE, RELEASES, Release
 from dsv4cli.engine.text.prompt import EFFORTS
 from dsv4cli.engine.text.tokenizer import Tokenizer
-from dsv4cli.engine.verification.calls import MESSAGES, MODELS, RESPONSES, TOKENIZE, Call, ServerReply
-from dsv4cli.engine.verification.chat_reply import ChatReply, UnreadableReply, read_chat
-from dsv4cli.engine.verification.target import Target
+from dsv4cli.engine.verification.calls import MESSAGES, MODELS, RESPONSES, TOKENIZE, ApiCall, ServerReply
+from dsv4cli.engine.verification.chat_answer import ChatAnswer, UnreadableReply, read_chat
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.vocabularies import known_tokenizers, open_tokenizer
 from dsv4cli.errors import ServerError, UsageError
 
-Send = Callable[[Call], ServerReply]
+Send = Callable[[ApiCall], ServerReply]
 # two vocabularies hardly ever encode this to the same number of tokens
 PROBE = (
     "Please answer briefly: what is 17 + 25, and what is the capital of France? 你好，世界! Ærø, naïveté, "
@@ -25,7 +25,7 @@ ABSENT = (0, 404, 405, 501)
 
 
 @dataclass(frozen=True)
-class Given:
+class ServerHints:
     """What the user says about the server: model, release and tokenizer; None for what is to be found out."""
 
     model: str | None = None
@@ -33,16 +33,16 @@ class Given:
     tokenizer: str | None = None
 
 
-def discover(url: str, send: Send, given: Given) -> Target:
+def discover(url: str, send: Send, given: ServerHints) -> CheckedServer:
     """Return what the server offers.
 
     Raises:
         ServerError: it cannot be reached, or does not have OpenAI's chat API.
         UsageError: it does not have the model, or the tokenizer does not exist.
     """
-    name, limit = _model(url, send(Call("target/models", MODELS, None, "GET")), given.model)
+    name, limit = _model(url, send(ApiCall("target/models", MODELS, None, "GET")), given.model)
     tokenizer = None if given.tokenizer is None else open_tokenizer(given.tokenizer)
-    target = Target(url, name, limit, given.release or ASSUMED_RELEASE)
+    target = CheckedServer(url, name, limit, given.release or ASSUMED_RELEASE)
     scored = _read(send(replace(target, logprobs=True).chat("target/logprobs", PROBE, most=4, logprobs=True)))
     answer = scored or _first(url, send(target.chat("target/chat", PROBE, most=4)))
     target = replace(_with_apis(target, send), logprobs=scored is not None and bool(scored.tokens))
@@ -72,14 +72,14 @@ def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int |
     return str(found["id"]), limit if type(limit) is int and limit > 0 else None
 
 
-def _read(reply: ServerReply) -> ChatReply | None:
+def _read(reply: ServerReply) -> ChatAnswer | None:
     try:
         return read_chat(reply, streamed=False)
     except UnreadableReply:
         return None
 
 
-def _first(url: str, reply: ServerReply) -> ChatReply:
+def _first(url: str, reply: ServerReply) -> ChatAnswer:
     """Return the first answer. Raises ServerError: without it, nothing can be verified."""
     if reply.status in (401, 403):
         raise ServerError(f"{url} requires another API key", "write the key to a file, and pass it with --api-key-file")
@@ -91,7 +91,7 @@ def _first(url: str, reply: ServerReply) -> ChatReply:
         ) from None
 
 
-def _with_apis(target: Target, send: Send) -> Target:
+def _with_apis(target: CheckedServer, send: Send) -> CheckedServer:
     """Return the target with the other APIs that the server has."""
     scored = send(target.raw("target/echo", PROBE, 1, echo=True, logprobs=1))
     raw = scored if scored.status == 200 else send(target.raw("target/completions", PROBE, 1))
@@ -100,8 +100,8 @@ def _with_apis(target: Target, send: Send) -> Target:
         echo=scored.status == 200 and _scores(scored),
         completions=raw.status == 200,
         tokenize=_counted(send(_tokenize(target))) is not None,
-        messages=send(Call("target/messages", MESSAGES, {})).status not in ABSENT,
-        responses=send(Call("target/responses", RESPONSES, {})).status not in ABSENT,
+        messages=send(ApiCall("target/messages", MESSAGES, {})).status not in ABSENT,
+        responses=send(ApiCall("target/responses", RESPONSES, {})).status not in ABSENT,
     )
 
 
@@ -113,8 +113,8 @@ def _scores(reply: ServerReply) -> bool:
     return isinstance(listed, list) and len(listed) > 8 and all(type(one) is float for one in listed[1:9])
 
 
-def _tokenize(target: Target) -> Call:
-    return Call("target/tokenize", TOKENIZE, {"model": target.model, "prompt": PROBE, "add_special_tokens": False})
+def _tokenize(target: CheckedServer) -> ApiCall:
+    return ApiCall("target/tokenize", TOKENIZE, {"model": target.model, "prompt": PROBE, "add_special_tokens": False})
 
 
 def _counted(reply: ServerReply) -> int | None:
@@ -122,7 +122,7 @@ def _counted(reply: ServerReply) -> int | None:
     return count if type(count) is int else None
 
 
-def _raw_count(target: Target, send: Send) -> int | None:
+def _raw_count(target: CheckedServer, send: Send) -> int | None:
     """Return the number of tokens of the probe's text; None if the server cannot tell."""
     if target.tokenize:
         return _counted(send(_tokenize(target)))
@@ -133,7 +133,7 @@ def _raw_count(target: Target, send: Send) -> int | None:
     return count if type(count) is int else None
 
 
-def _matching(target: Target, answer: ChatReply, raw: int | None) -> tuple[str, Tokenizer | None]:
+def _matching(target: CheckedServer, answer: ChatAnswer, raw: int | None) -> tuple[str, Tokenizer | None]:
     """Return the name and the tokenizer of the vocabulary that counts as the server does; None if there is none."""
     known = list(known_tokenizers(target.model))
     for name, tokenizer in known:
@@ -147,7 +147,7 @@ def _matching(target: Target, answer: ChatReply, raw: int | None) -> tuple[str, 
     return "", None
 
 
-def _with_release(target: Target, send: Send) -> Target:
+def _with_release(target: CheckedServer, send: Send) -> CheckedServer:
     """Return the target with the release whose effort instructions have the length of the server's."""
     fits = list(_fitting(target, send)) if target.tokenizer is not None else []
     if len(fits) == 1:
@@ -157,7 +157,7 @@ def _with_release(target: Target, send: Send) -> Target:
     return replace(target, release=by_name, release_found=found)
 
 
-def _fitting(target: Target, send: Send) -> Iterator[Release]:
+def _fitting(target: CheckedServer, send: Send) -> Iterator[Release]:
     base = _read(send(target.chat("target/off", PROBE, most=1)))
     reply = _read(send(target.chat("target/effort", PROBE, level="max", most=1)))
     if reply is None or base is None:

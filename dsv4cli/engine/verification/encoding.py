@@ -6,11 +6,11 @@ from dataclasses import replace
 from dsv4cli.engine.config.presets import RELEASES
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import EFFORTS
-from dsv4cli.engine.verification.calls import Call
-from dsv4cli.engine.verification.chat_reply import UnreadableReply, read_chat
+from dsv4cli.engine.verification.calls import ApiCall
+from dsv4cli.engine.verification.chat_answer import UnreadableReply, read_chat
 from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
-from dsv4cli.engine.verification.conversations import Conversation, conversations
-from dsv4cli.engine.verification.target import Target, prompt_parts
+from dsv4cli.engine.verification.checked_server import CheckedServer, prompt_parts
+from dsv4cli.engine.verification.conversations import SampleConversation, conversations
 
 REASON = (
     "The checkpoint has an encoder script and no chat template, so servers use templates written by hand. A prompt "
@@ -23,14 +23,14 @@ QUICK = {"plain": 1, "system": 1, "multi-turn": 2, "unicode": 1, "special-tokens
 QUICK |= {"efforts": 1, "tool-results": 2}
 
 
-def encoding_checks(target: Target, *, quick: bool) -> list[Check]:
+def encoding_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks, one per kind of conversation."""
     return [
         _check(target, kind, listed[: QUICK[kind]] if quick else listed) for kind, listed in conversations().items()
     ]
 
 
-def _check(target: Target, kind: str, listed: Sequence[Conversation]) -> Check:
+def _check(target: CheckedServer, kind: str, listed: Sequence[SampleConversation]) -> Check:
     name = f"encoding.{kind}"
     calls = [
         target.chat(f"{name}/{number}", one.messages, level=one.level, tools=one.tools, most=1)
@@ -44,8 +44,10 @@ def _check(target: Target, kind: str, listed: Sequence[Conversation]) -> Check:
     return Check(name, REASON, MEANING, [] if skip else [fixed(calls)], judge, skip)
 
 
-def _judge(target: Target, sent: Sequence[tuple[Conversation, Call]], replies: Replies) -> Iterator[Problem]:
-    counted: list[tuple[Conversation, Call, int]] = []
+def _judge(
+    target: CheckedServer, sent: Sequence[tuple[SampleConversation, ApiCall]], replies: Replies
+) -> Iterator[Problem]:
+    counted: list[tuple[SampleConversation, ApiCall, int]] = []
     for one, call in sent:
         try:
             count = read_chat(replies[call.key], streamed=False).count("prompt_tokens")
@@ -76,36 +78,36 @@ def _judge(target: Target, sent: Sequence[tuple[Conversation, Call]], replies: R
     yield Problem(f"{what}{f': {explained}' if explained else ''}", evidence, smallest)
 
 
-def count_prompt(target: Target, one: Conversation) -> int:
+def count_prompt(target: CheckedServer, one: SampleConversation) -> int:
     """Return the number of tokens of the official encoder's prompt. Text in messages never becomes a special token."""
     return _count(target, one)
 
 
-Variant = Callable[[Target, Conversation], int]
+Variant = Callable[[CheckedServer, SampleConversation], int]
 PARSED = "texts of special tokens are read as tokens"
 
 
-def _count(target: Target, one: Conversation, *, drop_thinking: bool = True, parsed: bool = False) -> int:
+def _count(target: CheckedServer, one: SampleConversation, *, drop_thinking: bool = True, parsed: bool = False) -> int:
     assert target.tokenizer is not None
     parts = prompt_parts(one.messages, one.tools, one.level, target.release, drop_thinking=drop_thinking)
     return len(target.tokenizer.encode_parts(["".join(parts)] if parsed else parts)[0])
 
 
-def _without_system(one: Conversation) -> Conversation:
+def _without_system(one: SampleConversation) -> SampleConversation:
     return replace(one, messages=[message for message in one.messages if message["role"] != "system"])
 
 
-def _last_turn(one: Conversation) -> Conversation:
+def _last_turn(one: SampleConversation) -> SampleConversation:
     at = max(number for number, message in enumerate(one.messages) if message["role"] == "user")
     return replace(one, messages=one.messages[at:])
 
 
-def _without_reasoning(one: Conversation) -> Conversation:
+def _without_reasoning(one: SampleConversation) -> SampleConversation:
     plain = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in one.messages]
     return replace(one, messages=plain)
 
 
-def _level(one: Conversation, level: str) -> Conversation:
+def _level(one: SampleConversation, level: str) -> SampleConversation:
     return one if one.level == "off" else replace(one, level=level)
 
 
@@ -144,7 +146,7 @@ VARIANTS: Mapping[str, Variant] = (
 )
 
 
-def explain(target: Target, wrong: Sequence[tuple[Conversation, int]]) -> str:
+def explain(target: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]]) -> str:
     """Return the one thing that explains all counts, or the difference if it is the same in all; "" otherwise."""
     for name, variant in VARIANTS.items():
         if all(variant(target, one) == count for one, count in wrong):

@@ -9,13 +9,13 @@ import threading
 from pathlib import Path
 
 from dsv4cli.engine.chat.answer_file import LineFile
-from dsv4cli.engine.verification.calls import Call, ServerReply
+from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.errors import UsageError
 
 SCHEMA = "dsv4.verify-journal/1"
 
 
-class Journal:
+class ReplyJournal:
     """The file of `--out`, which this process locks until it is closed."""
 
     def __init__(self, path: Path, url: str) -> None:
@@ -43,12 +43,12 @@ class Journal:
         """Close the file and release its lock."""
         self._file.close()
 
-    def find(self, call: Call) -> ServerReply | None:
+    def find(self, call: ApiCall) -> ServerReply | None:
         """Return the response to this very request; None if the journal has none."""
         with self._lock:
             return self._kept.get((call.key, _digest(call)))
 
-    def add(self, call: Call, reply: ServerReply) -> None:
+    def add(self, call: ApiCall, reply: ServerReply) -> None:
         """Append a response, unless the journal has it. It is on disk when this returns. Raises CannotWrite."""
         name = (call.key, _digest(call))
         with self._lock:
@@ -74,7 +74,7 @@ class Journal:
             raise _no_journal(path, 1)
 
 
-def _digest(call: Call) -> str:
+def _digest(call: ApiCall) -> str:
     words = f"{call.method} {call.path} {call.most}".encode() + (call.content or b"")
     return hashlib.sha256(words).hexdigest()[:16]
 

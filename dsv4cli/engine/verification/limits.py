@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dsv4cli.engine.verification.calls import CHAT, Call
+from dsv4cli.engine.verification.calls import CHAT, ApiCall
 from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.replies import readable, unreadable
-from dsv4cli.engine.verification.target import Target
 
 # seconds within which a refusal must arrive
 PATIENCE = 30.0
@@ -44,15 +44,15 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 LENIENT = frozenset({"negative", "top-p", "logprobs", "role", "tool-choice", "no-messages", "max-tokens"})
 
 
-def limit_checks(target: Target, *, quick: bool) -> list[Check]:
+def limit_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of invalid requests."""
     few = 2 if quick else None
     base = {"model": target.model, "messages": _HI, "max_tokens": 4, "temperature": 0}
     malformed = [_call(f"limits.malformed/{name}", body) for name, body in [*MALFORMED.items()][:few]]
     fields = [_call(f"limits.fields/{name}", {**base, **body}) for name, body in [*FIELDS.items()][:few]]
     unknown = [
-        Call("limits.unknown/model", "/v1/models/no-such-model", None, "GET", seconds=PATIENCE),
-        Call("limits.unknown/path", "/v1/no-such-path", base, seconds=PATIENCE),
+        ApiCall("limits.unknown/model", "/v1/models/no-such-model", None, "GET", seconds=PATIENCE),
+        ApiCall("limits.unknown/path", "/v1/no-such-path", base, seconds=PATIENCE),
         _call("limits.unknown/chat", base | {"model": "no-such-model"}),
     ]
     found = [
@@ -65,11 +65,11 @@ def limit_checks(target: Target, *, quick: bool) -> list[Check]:
     return [check for check in found if not quick or check.name in QUICK]
 
 
-def _call(key: str, body: Mapping[str, Any] | bytes) -> Call:
-    return Call(key, CHAT, body, seconds=PATIENCE)
+def _call(key: str, body: Mapping[str, Any] | bytes) -> ApiCall:
+    return ApiCall(key, CHAT, body, seconds=PATIENCE)
 
 
-def _refused(name: str, calls: Sequence[Call], lenient: frozenset[str] = frozenset()) -> Check:
+def _refused(name: str, calls: Sequence[ApiCall], lenient: frozenset[str] = frozenset()) -> Check:
     def judge(replies: Replies) -> Iterator[Problem]:
         for call in calls:
             yield from judge_refusal(call, replies, lenient=call.key in lenient)
@@ -77,7 +77,7 @@ def _refused(name: str, calls: Sequence[Call], lenient: frozenset[str] = frozens
     return Check(f"limits.{name}", REASON, MEANING, [fixed(calls)], judge)
 
 
-def judge_refusal(call: Call, replies: Replies, *, lenient: bool = False) -> Iterator[Problem]:
+def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> Iterator[Problem]:
     """Yield what is wrong with the refusal of an invalid request.
 
     Args:
@@ -96,10 +96,10 @@ def judge_refusal(call: Call, replies: Replies, *, lenient: bool = False) -> Ite
         yield Problem(f"the refusal of an invalid request ({name}) has no body", [f"status {reply.status}"], call)
 
 
-def _too_long(target: Target, base: Mapping[str, Any]) -> Check:
+def _too_long(target: CheckedServer, base: Mapping[str, Any]) -> Check:
     # "a " is at most two tokens in every vocabulary, and at least one
     text = "a " * ((target.limit or LONGEST_LIMIT) + 64)
-    call = Call("limits.too-long/prompt", CHAT, {**base, "messages": [{"role": "user", "content": text}]})
+    call = ApiCall("limits.too-long/prompt", CHAT, {**base, "messages": [{"role": "user", "content": text}]})
 
     def judge(replies: Replies) -> Iterator[Problem]:
         yield from judge_refusal(call, replies)
@@ -113,7 +113,7 @@ def _too_long(target: Target, base: Mapping[str, Any]) -> Check:
     )
 
 
-def _alive(target: Target) -> Check:
+def _alive(target: CheckedServer) -> Check:
     call = target.chat("limits.alive/chat", "What is 17 + 25?", most=16)
 
     def judge(replies: Replies) -> Iterator[Problem]:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dsv4cli.engine.verification.calls import Call
+from dsv4cli.engine.verification.calls import ApiCall
 from dsv4cli.engine.verification.check import FAMILIES, Check
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.encoding import encoding_checks
 from dsv4cli.engine.verification.limits import limit_checks
 from dsv4cli.engine.verification.replies import leak_checks, reply_checks
 from dsv4cli.engine.verification.reply_streams import stream_checks
-from dsv4cli.engine.verification.target import Target
 from dsv4cli.errors import UsageError
 
 # tokens of a request whose prompt depends on earlier answers, for the announced cost
@@ -47,7 +47,7 @@ def check_scope(scope: Scope) -> None:
         raise UsageError(f"there are no checks named {unknown[0]!r}", f"use {', '.join(FAMILIES)}")
 
 
-def plan_checks(target: Target, scope: Scope, sent: Callable[[], Sequence[Call]]) -> list[Check]:
+def plan_checks(target: CheckedServer, scope: Scope, sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
     """Return the checks in the order in which they run.
 
     Args:

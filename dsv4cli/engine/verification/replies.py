@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dsv4cli.engine.text import tokens
-from dsv4cli.engine.verification.calls import CHAT, Call
-from dsv4cli.engine.verification.chat_reply import ChatReply, UnreadableReply, read_chat
-from dsv4cli.engine.verification.check import Check, Problem, Replies, Step, fixed
+from dsv4cli.engine.verification.calls import CHAT, ApiCall
+from dsv4cli.engine.verification.chat_answer import ChatAnswer, UnreadableReply, read_chat
+from dsv4cli.engine.verification.check import Check, CheckStep, Problem, Replies, fixed
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING
-from dsv4cli.engine.verification.target import Target
 
 THINKING = ("What is 17 * 25?", "What is 46 * 38?", "What is 318 + 457?")
 # answers of this question are long enough for every limit that is checked
@@ -21,7 +21,7 @@ LIMITS = (1, 2, 7)
 Judge = Callable[[Replies], Iterable[Problem]]
 
 
-def answers(calls: Iterable[Call], replies: Replies) -> Iterator[tuple[Call, ChatReply | UnreadableReply]]:
+def answers(calls: Iterable[ApiCall], replies: Replies) -> Iterator[tuple[ApiCall, ChatAnswer | UnreadableReply]]:
     """Yield each call with its answer, or with the reason why it cannot be read."""
     for call in calls:
         try:
@@ -30,21 +30,21 @@ def answers(calls: Iterable[Call], replies: Replies) -> Iterator[tuple[Call, Cha
             yield call, error
 
 
-def readable(calls: Iterable[Call], replies: Replies) -> Iterator[tuple[Call, ChatReply]]:
+def readable(calls: Iterable[ApiCall], replies: Replies) -> Iterator[tuple[ApiCall, ChatAnswer]]:
     """Yield each call whose answer can be read, with the answer."""
     for call, answer in answers(calls, replies):
-        if isinstance(answer, ChatReply):
+        if isinstance(answer, ChatAnswer):
             yield call, answer
 
 
-def unreadable(calls: Iterable[Call], replies: Replies) -> Iterator[Problem]:
+def unreadable(calls: Iterable[ApiCall], replies: Replies) -> Iterator[Problem]:
     """Yield a problem for each answer that cannot be read."""
     for call, answer in answers(calls, replies):
-        if not isinstance(answer, ChatReply):
+        if not isinstance(answer, ChatAnswer):
             yield Problem("a chat request has no readable answer", [str(answer)], call)
 
 
-def reply_checks(target: Target, *, quick: bool) -> list[Check]:
+def reply_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of single answers."""
     few = 1 if quick else None
     return [
@@ -57,7 +57,7 @@ def reply_checks(target: Target, *, quick: bool) -> list[Check]:
     ]
 
 
-def _check(name: str, reason: str, meaning: str, calls: Sequence[Call], judge: Judge) -> Check:
+def _check(name: str, reason: str, meaning: str, calls: Sequence[ApiCall], judge: Judge) -> Check:
     def whole(replies: Replies) -> Iterator[Problem]:
         yield from unreadable(calls, replies)
         yield from judge(replies)
@@ -65,7 +65,7 @@ def _check(name: str, reason: str, meaning: str, calls: Sequence[Call], judge: J
     return Check(f"replies.{name}", reason, meaning, [fixed(calls)], whole)
 
 
-def _reasoning(target: Target, questions: Sequence[str]) -> Check:
+def _reasoning(target: CheckedServer, questions: Sequence[str]) -> Check:
     calls = [target.chat(f"replies.reasoning/{n}", text, level="high", most=160) for n, text in enumerate(questions)]
 
     def judge(replies: Replies) -> Iterator[Problem]:
@@ -91,7 +91,7 @@ def _reasoning(target: Target, questions: Sequence[str]) -> Check:
     )
 
 
-def _thinking_off(target: Target, questions: Sequence[str]) -> Check:
+def _thinking_off(target: CheckedServer, questions: Sequence[str]) -> Check:
     calls = [target.chat(f"replies.thinking-off/{n}", text, most=48) for n, text in enumerate(questions)]
 
     def judge(replies: Replies) -> Iterator[Problem]:
@@ -112,7 +112,7 @@ def _thinking_off(target: Target, questions: Sequence[str]) -> Check:
     )
 
 
-def _efforts(target: Target) -> Check:
+def _efforts(target: CheckedServer) -> Check:
     levels = ("high", "max")
     calls = [target.chat(f"replies.efforts/{level}", THINKING[0], level=level, most=1) for level in levels]
 
@@ -134,10 +134,10 @@ def _efforts(target: Target) -> Check:
     )
 
 
-def _stop(target: Target) -> Check:
+def _stop(target: CheckedServer) -> Check:
     first = target.chat("replies.stop/whole", THINKING[0], most=24, logprobs=True)
 
-    def stopped(replies: Replies) -> list[Call]:
+    def stopped(replies: Replies) -> list[ApiCall]:
         stop = _stop_text(replies, first)
         return [
             target.chat(f"replies.stop/{kind}", THINKING[0], most=24, stop=[stop], stream=kind == "streamed")
@@ -166,12 +166,12 @@ def _stop(target: Target) -> Check:
         "replies.stop",
         "A stop text may begin in one token and end in another, and part of it may already have been streamed.",
         "Agents that stop at a text read too much, or wait for the limit.",
-        [fixed([first]), Step(stopped, most=2)],
+        [fixed([first]), CheckStep(stopped, most=2)],
         judge,
     )
 
 
-def _stop_text(replies: Replies, call: Call) -> str:
+def _stop_text(replies: Replies, call: ApiCall) -> str:
     """Return a text of two characters across two tokens of the answer, "" if the answer is too short."""
     for _, answer in readable([call], replies):
         text = answer.content or ""
@@ -186,7 +186,7 @@ def _stop_text(replies: Replies, call: Call) -> str:
     return ""
 
 
-def _max_tokens(target: Target, limits: Sequence[int]) -> Check:
+def _max_tokens(target: CheckedServer, limits: Sequence[int]) -> Check:
     calls = [target.chat(f"replies.max-tokens/{n}", LONG, level="high", most=n, logprobs=True) for n in limits]
 
     def judge(replies: Replies) -> Iterator[Problem]:
@@ -207,7 +207,7 @@ def _max_tokens(target: Target, limits: Sequence[int]) -> Check:
     )
 
 
-def _temperature(target: Target, seeds: Sequence[int]) -> Check:
+def _temperature(target: CheckedServer, seeds: Sequence[int]) -> Check:
     hot = [target.chat(f"replies.temperature/hot-{seed}", OPEN, most=16, temperature=2, seed=seed) for seed in seeds]
     cold = [target.chat(f"replies.temperature/cold-{n}", OPEN, most=16, logprobs=True) for n in range(2)]
 
@@ -237,14 +237,14 @@ def _temperature(target: Target, seeds: Sequence[int]) -> Check:
     )
 
 
-def leak_checks(sent: Callable[[], Sequence[Call]]) -> list[Check]:
+def leak_checks(sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
     """Return the checks of all chat answers of the run, which need no requests of their own.
 
     Args:
         sent: returns the calls of the run so far.
     """
 
-    def chats(replies: Replies) -> list[Call]:
+    def chats(replies: Replies) -> list[ApiCall]:
         return [call for call in sent() if call.path == CHAT and call.most is None and replies[call.key].status == 200]
 
     def markup(replies: Replies) -> Iterator[Problem]:

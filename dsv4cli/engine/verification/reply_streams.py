@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from dsv4cli.engine.text.prompt import Tool
-from dsv4cli.engine.verification.calls import Call
-from dsv4cli.engine.verification.chat_reply import ChatReply
+from dsv4cli.engine.verification.calls import ApiCall
+from dsv4cli.engine.verification.chat_answer import ChatAnswer
 from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING, difference
 from dsv4cli.engine.verification.conversations import WEATHER
 from dsv4cli.engine.verification.replies import THINKING, readable, unreadable
-from dsv4cli.engine.verification.target import Target
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 
@@ -33,7 +33,7 @@ STREAMS = (
 CHARACTERS = ("法国的首都是哪里？请用中文回答。", "17加25等于多少？", "Repeat exactly: 你好，世界 🌍 é")
 
 
-def stream_checks(target: Target, *, quick: bool) -> list[Check]:
+def stream_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of streams, each with the same request as a whole response and as a stream."""
     streams = _pairs(target, "stream", STREAMS[:2] if quick else STREAMS)
     characters = _pairs(target, "utf8", [_Question(text) for text in (CHARACTERS[:1] if quick else CHARACTERS)])
@@ -62,7 +62,7 @@ def stream_checks(target: Target, *, quick: bool) -> list[Check]:
     ]
 
 
-def _pairs(target: Target, name: str, questions: Sequence[_Question]) -> list[tuple[Call, Call]]:
+def _pairs(target: CheckedServer, name: str, questions: Sequence[_Question]) -> list[tuple[ApiCall, ApiCall]]:
     found = []
     for number, one in enumerate(questions):
         whole, streamed = (
@@ -81,7 +81,7 @@ def _pairs(target: Target, name: str, questions: Sequence[_Question]) -> list[tu
     return found
 
 
-def _judge(pairs: Sequence[tuple[Call, Call]], replies: Replies) -> Iterator[Problem]:
+def _judge(pairs: Sequence[tuple[ApiCall, ApiCall]], replies: Replies) -> Iterator[Problem]:
     for pair in pairs:
         yield from unreadable(pair, replies)
         for call, answer in readable(pair[1:], replies):
@@ -94,7 +94,7 @@ def _judge(pairs: Sequence[tuple[Call, Call]], replies: Replies) -> Iterator[Pro
             yield from _compared(pair[1], both[0], both[1])
 
 
-def _compared(call: Call, whole: ChatReply, streamed: ChatReply) -> Iterator[Problem]:
+def _compared(call: ApiCall, whole: ChatAnswer, streamed: ChatAnswer) -> Iterator[Problem]:
     texts = [(name, a, b) for (name, a), (_, b) in zip(whole.texts(), streamed.texts(), strict=False) if a != b]
     counts = len(whole.calls), len(streamed.calls)
     found = difference(whole, streamed)
@@ -109,7 +109,7 @@ def _compared(call: Call, whole: ChatReply, streamed: ChatReply) -> Iterator[Pro
     yield Problem("the streamed answer differs from the whole one", lines, call, wrong=not rounding)
 
 
-def _judge_characters(pairs: Sequence[tuple[Call, Call]], replies: Replies) -> Iterator[Problem]:
+def _judge_characters(pairs: Sequence[tuple[ApiCall, ApiCall]], replies: Replies) -> Iterator[Problem]:
     for pair in pairs:
         yield from unreadable(pair, replies)
         for call, answer in readable(pair, replies):
@@ -124,7 +124,7 @@ def _judge_characters(pairs: Sequence[tuple[Call, Call]], replies: Replies) -> I
             yield from _compared(pair[1], both[0], both[1])
 
 
-def _judge_usage(calls: Sequence[Call], replies: Replies) -> Iterator[Problem]:
+def _judge_usage(calls: Sequence[ApiCall], replies: Replies) -> Iterator[Problem]:
     for call, answer in readable(calls, replies):
         given, drawn, total = (answer.count(f"{name}_tokens") for name in ("prompt", "completion", "total"))
         shown = [f"usage: {answer.usage}"]

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from xml.etree import ElementTree
 
-from dsv4cli.engine.verification.calls import Call
+from dsv4cli.engine.verification.calls import ApiCall
 from dsv4cli.engine.verification.check import FAMILIES, CheckResult, Problem
-from dsv4cli.engine.verification.target import Target
+from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.harmless import harmless_line, shell_word
 
 SCHEMA = "dsv4.verify/1"
@@ -15,7 +15,7 @@ LONGEST_BODY = 100_000
 FENCE = "````````"  # longer than any that evidence is likely to contain
 
 
-def curl_of(url: str, call: Call, keyed: bool) -> str:
+def curl_of(url: str, call: ApiCall, keyed: bool) -> str:
     """Return a curl command that sends a call.
 
     Args:
@@ -35,7 +35,7 @@ def curl_of(url: str, call: Call, keyed: bool) -> str:
 
 
 def json_report(
-    target: Target, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
+    target: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
 ) -> dict[str, Any]:
     """Return the JSON document."""
     verdict = "wrong" if any(result.verdict == "wrong" for result in results) else "right"
@@ -65,7 +65,7 @@ def _record(url: str, result: CheckResult, keyed: bool) -> dict[str, Any]:
     }
 
 
-def junit_report(target: Target, results: Sequence[CheckResult], keyed: bool) -> str:
+def junit_report(target: CheckedServer, results: Sequence[CheckResult], keyed: bool) -> str:
     """Return JUnit XML: a test suite per family, a test case per check."""
     root = ElementTree.Element("testsuites", name="dsv4 verify")
     for family in FAMILIES:
@@ -100,7 +100,9 @@ def _plain(url: str, result: CheckResult, keyed: bool) -> Iterator[str]:
     yield harmless_line(f"What it means: {result.check.meaning}")
 
 
-def markdown_report(target: Target, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool) -> str:
+def markdown_report(
+    target: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
+) -> str:
     """Return the report as Markdown. Its second line is a badge."""
     wrong = [result for result in results if result.verdict == "wrong"]
     checked = [result for result in results if result.verdict != "skipped"]

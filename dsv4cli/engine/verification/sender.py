@@ -6,8 +6,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from time import monotonic
 
 from dsv4cli.engine.chat.api_client import LONGEST, ApiClient, NoAnswer, NoConnection, RawResponse
-from dsv4cli.engine.verification.calls import Call, ServerReply
-from dsv4cli.engine.verification.journal import Journal
+from dsv4cli.engine.verification.calls import ApiCall, ServerReply
+from dsv4cli.engine.verification.journal import ReplyJournal
 from dsv4cli.errors import ServerError
 
 # seconds to wait before the second and later attempts of a request that was not accepted, if the server names no time
@@ -26,7 +26,9 @@ class Sender:
         sent: number of requests sent so far, without those in the journal.
     """
 
-    def __init__(self, url: str, key: str, concurrency: int, seconds: float, journal: Journal | None = None) -> None:
+    def __init__(
+        self, url: str, key: str, concurrency: int, seconds: float, journal: ReplyJournal | None = None
+    ) -> None:
         """Check the URL.
 
         Args:
@@ -44,7 +46,7 @@ class Sender:
         self._clients: set[ApiClient] = set()
         self._ended = threading.Event()
 
-    def send(self, call: Call, *, keep: bool = True) -> ServerReply:
+    def send(self, call: ApiCall, *, keep: bool = True) -> ServerReply:
         """Return the response to a call, from the journal if it has one.
 
         Raises:
@@ -59,7 +61,7 @@ class Sender:
         return reply
 
     def send_all(
-        self, calls: Sequence[Call], together: int | None, done: Callable[[], None], *, keep: bool = True
+        self, calls: Sequence[ApiCall], together: int | None, done: Callable[[], None], *, keep: bool = True
     ) -> dict[str, ServerReply]:
         """Return the responses to calls, by key.
 
@@ -88,7 +90,7 @@ class Sender:
                 raise
         return found
 
-    def keep(self, calls: Iterable[Call], replies: Mapping[str, ServerReply]) -> None:
+    def keep(self, calls: Iterable[ApiCall], replies: Mapping[str, ServerReply]) -> None:
         """Write responses to the journal that `send_all` did not write."""
         if self._journal is not None:
             for call in calls:
@@ -101,7 +103,7 @@ class Sender:
             for client in self._clients:
                 client.close()
 
-    def _patiently(self, call: Call) -> ServerReply:
+    def _patiently(self, call: ApiCall) -> ServerReply:
         """Send a call, again if the server is busy or cannot be reached for a moment."""
         attempt = 0
         while True:
@@ -113,7 +115,7 @@ class Sender:
                 return ServerReply(0, failure="closed")
             attempt += 1
 
-    def _once(self, call: Call, *, last: bool) -> tuple[ServerReply | None, float | None]:
+    def _once(self, call: ApiCall, *, last: bool) -> tuple[ServerReply | None, float | None]:
         """Send a call once.
 
         Returns:

@@ -32,7 +32,7 @@ class AnswerToken:
 
 
 @dataclass
-class ChatReply:
+class ChatAnswer:
     """The first choice of a chat response.
 
     Attributes:
@@ -68,7 +68,7 @@ class ChatReply:
         return value if type(value) is int else None
 
 
-def read_chat(reply: ServerReply, *, streamed: bool) -> ChatReply:
+def read_chat(reply: ServerReply, *, streamed: bool) -> ChatAnswer:
     """Read a chat response.
 
     Raises:
@@ -82,7 +82,7 @@ def read_chat(reply: ServerReply, *, streamed: bool) -> ChatReply:
         raise UnreadableReply(f"not the format of a chat completion ({type(error).__name__}: {error})") from None
 
 
-def _from_document(reply: ServerReply) -> ChatReply:
+def _from_document(reply: ServerReply) -> ChatAnswer:
     if not reply.complete:
         raise UnreadableReply("the connection was closed before the end of the response")
     document = reply.document
@@ -90,7 +90,7 @@ def _from_document(reply: ServerReply) -> ChatReply:
         raise UnreadableReply("the body is not a JSON object")
     choice = document["choices"][0]
     message = choice["message"]
-    found = ChatReply(message.get("content"), message.get("reasoning_content") or message.get("reasoning") or "")
+    found = ChatAnswer(message.get("content"), message.get("reasoning_content") or message.get("reasoning") or "")
     for call in message.get("tool_calls") or ():
         function = call["function"]
         found.calls.append(ToolUse(str(call.get("id") or ""), function["name"], function["arguments"]))
@@ -99,8 +99,8 @@ def _from_document(reply: ServerReply) -> ChatReply:
     return _checked(found)
 
 
-def _from_stream(reply: ServerReply) -> ChatReply:
-    found, calls = ChatReply(done=False), dict[int, ToolUse]()
+def _from_stream(reply: ServerReply) -> ChatAnswer:
+    found, calls = ChatAnswer(done=False), dict[int, ToolUse]()
     for event in reply.events:
         if event == DONE:
             found.done = True
@@ -118,7 +118,7 @@ def _from_stream(reply: ServerReply) -> ChatReply:
     return _checked(found)
 
 
-def _add(found: ChatReply, calls: dict[int, ToolUse], choice: Json) -> None:
+def _add(found: ChatAnswer, calls: dict[int, ToolUse], choice: Json) -> None:
     delta = choice.get("delta") or {}
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
     content = delta.get("content")
@@ -150,7 +150,7 @@ def _tokens(choice: Json) -> list[AnswerToken]:
     ]
 
 
-def _checked(found: ChatReply) -> ChatReply:
+def _checked(found: ChatAnswer) -> ChatAnswer:
     """Raise TypeError if a text is not a string."""
     for name, text in found.texts():
         if not isinstance(text, str):

@@ -9,7 +9,7 @@ from dsv4cli.engine.chat.remote import EFFORTS
 from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.text.prompt import Message, Tool, encode_messages, think_options, with_tools
 from dsv4cli.engine.text.tokenizer import Tokenizer
-from dsv4cli.engine.verification.calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Call
+from dsv4cli.engine.verification.calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiCall
 
 # JSON has about this many characters per token, for estimates without a tokenizer
 CHARACTERS_PER_TOKEN = 4
@@ -18,7 +18,7 @@ TOP = 5
 
 
 @dataclass(frozen=True)
-class Target:
+class CheckedServer:
     """A server, and what it was found to offer.
 
     Attributes:
@@ -58,7 +58,7 @@ class Target:
         most: int = 16,
         logprobs: bool = False,
         **fields: Any,
-    ) -> Call:
+    ) -> ApiCall:
         """Return a chat request at temperature 0.
 
         Args:
@@ -78,23 +78,23 @@ class Target:
             body |= {"logprobs": True, "top_logprobs": TOP}
         if fields.get("stream"):
             body["stream_options"] = {"include_usage": True}
-        return Call(key, CHAT, body | fields, tokens_in=self.estimate(messages, tools, level))
+        return ApiCall(key, CHAT, body | fields, tokens_in=self.estimate(messages, tools, level))
 
-    def raw(self, key: str, prompt: str, most: int, **fields: Any) -> Call:
+    def raw(self, key: str, prompt: str, most: int, **fields: Any) -> ApiCall:
         """Return a request that continues a raw text at temperature 0, with special tokens in the returned text."""
         body = {"model": self.model, "prompt": prompt, "temperature": 0, "max_tokens": most}
         body |= {"skip_special_tokens": False, "add_special_tokens": False}
-        return Call(key, COMPLETIONS, body | fields, tokens_in=self._tokens(prompt))
+        return ApiCall(key, COMPLETIONS, body | fields, tokens_in=self._tokens(prompt))
 
-    def message(self, key: str, text: str, most: int, **fields: Any) -> Call:
+    def message(self, key: str, text: str, most: int, **fields: Any) -> ApiCall:
         """Return a request to Anthropic's API."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], "max_tokens": most}
-        return Call(key, MESSAGES, body | {"temperature": 0} | fields, tokens_in=self._tokens(text))
+        return ApiCall(key, MESSAGES, body | {"temperature": 0} | fields, tokens_in=self._tokens(text))
 
-    def response(self, key: str, text: str, most: int, **fields: Any) -> Call:
+    def response(self, key: str, text: str, most: int, **fields: Any) -> ApiCall:
         """Return a request to OpenAI's Responses API."""
         body = {"model": self.model, "input": text, "max_output_tokens": most, "temperature": 0}
-        return Call(key, RESPONSES, body | fields, tokens_in=self._tokens(text))
+        return ApiCall(key, RESPONSES, body | fields, tokens_in=self._tokens(text))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool], level: str) -> str:
         """Return the official encoder's prompt."""

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
 
-from dsv4cli.engine.verification.calls import Call, ServerReply
+from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.engine.verification.check import Check, CheckResult
 from dsv4cli.engine.verification.plan import PlannedCost, cost_of
 from dsv4cli.engine.verification.sender import Sender
 
 
 @dataclass
-class Verification:
+class VerifyRun:
     """A run of checks.
 
     Attributes:
@@ -23,7 +23,7 @@ class Verification:
     """
 
     sender: Sender
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ApiCall] = field(default_factory=list)
     replies: dict[str, ServerReply] = field(default_factory=dict)
     results: list[CheckResult] = field(default_factory=list)
     seconds: float = 0.0
@@ -55,7 +55,7 @@ class Verification:
         self.seconds += monotonic() - start
 
     def _run(self, check: Check, progress: Callable[[int], None]) -> None:
-        calls: list[Call] = []
+        calls: list[ApiCall] = []
         for step in () if check.skip else check.steps:
             planned = step.plan(self.replies)
             count = [len(calls)]
