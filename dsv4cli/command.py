@@ -27,7 +27,7 @@ PANELS = {
     "Tools": "tools tool-exec tool-timeout yes max-rounds",
     "Server": "url api-key-file share-cache host port alias max-queue grace reasoning-field no-store",
     "Layout": "to ranks experts attention max-shard-size",
-    "Questions": "values tensor layer tree for fit diff quick long only",
+    "Questions": "values tensor layer tree template for fit diff quick long only",
     OTHER_SIDE: "",
     "Sampling": "think think-budget max-tokens temperature top-p seed samples stop",
     "Speed": "draft prefill-chunk device dtype exact backend tp step-ms max-workers shard finish concurrency timeout",

@@ -11,6 +11,7 @@ from dsv4cli.commands.inspect.consumers import show_verdict
 from dsv4cli.commands.inspect.diff import show_diff
 from dsv4cli.commands.inspect.fit import show_fit
 from dsv4cli.commands.inspect.report import show_problem, show_report
+from dsv4cli.commands.inspect.template import show_template
 from dsv4cli.commands.inspect.tensor import show_layer, show_tensor, show_tree
 from dsv4cli.commands.inspect.values import show_values
 from dsv4cli.errors import UsageError
@@ -51,6 +52,9 @@ TensorOpt = Annotated[
 ]
 LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
 TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, with equal layers folded.")]
+TemplateOpt = Annotated[
+    bool, typer.Option("--template", help="Print the chat template (Jinja) of the model's release, for other programs.")
+]
 ForOpt = Annotated[
     Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"] | None,
     typer.Option(
@@ -101,9 +105,12 @@ INSPECT_EXAMPLES = (
     "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
     "dsv4 inspect OUT --diff flash",
     "dsv4 inspect flash --tensor layers.3.attn.wq_a",
+    "dsv4 inspect flash --template > chat_template.jinja",
 )
 
 
+# questions that a model can answer even if dsv4 cannot load it
+_ANY_LAYOUT = {"diff", "template"}
 # prints an answer, stores its document and returns whether it is yes
 _Question = Callable[["_Section", "Inspection"], bool]
 
@@ -132,6 +139,7 @@ def inspect(
     tokens: ContextOpt = None,
     batch: BatchOpt = None,
     diff: DiffOpt = None,
+    template: TemplateOpt = False,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
@@ -160,10 +168,10 @@ def inspect(
         "tensor": partial(_ask_tensor, name=tensor) if tensor is not None and diff is None else None,
         "layer": partial(_ask_layer, name=layer) if layer is not None and diff is None else None,
         "tree": _ask_tree if tree else None,
+        "template": _ask_template if template else None,
         "values": partial(_ask_values, depth=values) if values else None,
     }
-    asked = {name: question for name, question in questions.items() if question}
-    answer, sections = _ask(out, result, asked)
+    answer, sections = _ask(out, result, {name: question for name, question in questions.items() if question})
     out.document(document(result, sections))
     if not answer:
         raise typer.Exit(3)
@@ -175,15 +183,15 @@ def _ask(out: Output, result: "Inspection", asked: Mapping[str, _Question]) -> t
     Returns whether every answer is yes, and each question's section of the JSON document.
     """
     began = _begin(out, result, asked.keys())
-    # another program's verdict replaces dsv4's, and two models can be the same in any layout
-    answer = result.problem is None or "verdict" in asked or ("diff" in asked and not _is_unknown(result))
+    # another program's verdict replaces dsv4's
+    answer = result.problem is None or "verdict" in asked or (bool(_ANY_LAYOUT & {*asked}) and not _is_unknown(result))
     sections: dict[str, Any] = {}
     for name, question in asked.items():
         if name != "verdict" and _is_unknown(result):
             continue
         if began:
             out.line()
-        began, part = True, _Section(out.colours, out.as_json)
+        began, part = True, _Section(out.colours, out.as_json, out.silent)
         answer = question(part, result) and answer
         sections[name] = part.value
     return answer, sections
@@ -193,7 +201,7 @@ def _begin(out: Output, result: "Inspection", asked: Collection[str]) -> bool:
     """Print the report, or only the problem if other questions are asked. Return whether anything was printed."""
     if not set(asked) - {"values"}:
         show_report(out, result)
-    elif result.problem and "verdict" not in asked and ("diff" not in asked or _is_unknown(result)):
+    elif result.problem and "verdict" not in asked and (not _ANY_LAYOUT & {*asked} or _is_unknown(result)):
         show_problem(out, result)
     else:
         return False
@@ -245,6 +253,10 @@ def _ask_layer(out: Output, result: "Inspection", name: str) -> bool:
 
 def _ask_tree(out: Output, result: "Inspection") -> bool:
     return show_tree(out, _known(result), result.source.name)
+
+
+def _ask_template(out: Output, result: "Inspection") -> bool:
+    return show_template(out, _known(result), result.source.name)
 
 
 def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:

@@ -31,10 +31,13 @@ from dsv4cli.engine.config.keys import (
     TRANSFORMERS_KEYS,
 )
 from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.presets import ASSUMED_RELEASE
 from dsv4cli.engine.config.read import config_values
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.conversion.chat_templates import CHAT, own_template
 from dsv4cli.engine.conversion.manifest import MANIFEST
 from dsv4cli.engine.conversion.target import TargetName
+from dsv4cli.engine.text.chat_template import chat_template
 from dsv4cli.kernels.formats import FP4_BLOCK, NVFP4_BLOCK
 
 CONFIG, INFERENCE, NVFP4_MANIFEST = "config.json", "inference/config.json", "hf_quant_config.json"
@@ -55,7 +58,8 @@ NOT_OFFICIAL_ARGS = {"max_position_embeddings", "bos_token_id", "eos_token_id", 
 def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, str]:
     """Return the text of every metadata file of a conversion, by its path below the output folder.
 
-    Every file is read back by read_config to the same `config`.
+    Every configuration is read back by read_config to the same `config`. Transformers also gets the release's chat
+    template, unless the source brings its own.
 
     Args:
         folder: the source. Keys of its root config.json that describe neither the model nor its storage are kept.
@@ -69,7 +73,10 @@ def metadata_files(folder: Path, config: ModelConfig, formats: Formats, target: 
         files[INFERENCE] = _inference(config, formats)
     if formats.experts == "nvfp4" and target != "compressed-tensors":
         files[NVFP4_MANIFEST] = _nvfp4_manifest(config, formats)
-    return {path: json.dumps(values, indent=2, sort_keys=True) + "\n" for path, values in files.items()}
+    texts = {path: json.dumps(values, indent=2, sort_keys=True) + "\n" for path, values in files.items()}
+    if target == "transformers" and own_template(folder) is None:
+        texts[CHAT] = chat_template(config.release or ASSUMED_RELEASE)
+    return texts
 
 
 def copied_files(folder: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint, Us
 
 SCHEMA = "dsv4.inspect/1"
 # sections of the document that an option adds; null otherwise
-SECTIONS = ("values", "tensor", "layer", "tree", "verdict", "fit", "diff")
+SECTIONS = ("values", "tensor", "layer", "tree", "template", "verdict", "fit", "diff")
 CONFIGS = ("config.json", "inference/config.json")
 # maximum list entries or characters shown of a value in a GGUF file's metadata
 LONGEST = 200

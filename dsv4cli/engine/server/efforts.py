@@ -4,11 +4,9 @@ from dataclasses import dataclass
 
 from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.server.fields import Fields
-from dsv4cli.engine.text.prompt import EFFORTS
+from dsv4cli.engine.text.prompt import EFFORT_WORDS, level_of
 
-# values for little effort (mapped to the lowest that the release has) and for the most
-LITTLE, MOST = ("minimal", "low", "medium"), ("xhigh", "max")
-WORDS = ("none", *LITTLE, "high", *MOST)
+WORDS = ("none", *EFFORT_WORDS)
 TYPES = ("enabled", "disabled", "adaptive")
 
 
@@ -55,7 +53,7 @@ def effort_of(fields: Fields, release: Release, usual: str) -> Effort:
 def _level(word: str | None, release: Release, usual: str) -> str:
     if word is None:
         return "high" if usual == "off" else usual
-    return EFFORTS[release][0] if word in LITTLE else "max" if word in MOST else word
+    return level_of(word, release)
 
 
 _Words = tuple[str | None, bool | None, int | None]

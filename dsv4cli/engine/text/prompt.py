@@ -20,6 +20,9 @@ _EFFORT_TEXTS: dict[Release, dict[str, str]] = {
 }
 EFFORTS: dict[Release, tuple[str, ...]] = {release: tuple(levels) for release, levels in _EFFORT_TEXTS.items()}
 """The reasoning efforts of each release, lowest first. The lowest adds no text to the prompt."""
+# efforts that clients request: for little effort (mapped to the lowest that the release has) and for the most
+_LITTLE, _MOST = ("minimal", "low", "medium"), ("xhigh", "max")
+EFFORT_WORDS = (*_LITTLE, "high", *_MOST)
 
 _ROLES = ("system", "user", "assistant", "tool", "developer", "latest_reminder")
 
@@ -34,6 +37,16 @@ def think_options(release: Release, level: str) -> tuple[bool, str | None]:
         return False, None
     _check_effort(level, release, ("off", *EFFORTS[release]))
     return True, level
+
+
+def level_of(word: str, release: Release) -> str:
+    """Return the release's reasoning effort for one of `EFFORT_WORDS`."""
+    return EFFORTS[release][0] if word in _LITTLE else "max" if word in _MOST else word
+
+
+def effort_text(release: Release, effort: str) -> str:
+    """Return the text with which a prompt of this reasoning effort begins."""
+    return _EFFORT_TEXTS[release][effort]
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
@@ -131,7 +144,7 @@ def encode_messages(
     parts = turns.render(sequence, thinking=thinking, keep=keep)
     if context:
         return parts
-    prefix = _EFFORT_TEXTS[release][effort] if thinking and effort and sequence else ""
+    prefix = effort_text(release, effort) if thinking and effort and sequence else ""
     return [tokens.BOS + prefix, *parts]
 
 

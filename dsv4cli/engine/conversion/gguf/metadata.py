@@ -1,7 +1,6 @@
 """Metadata of a GGUF file: what it says about its model besides the tensors. No torch."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint.gguf.header import ALIGNMENT
@@ -11,11 +10,13 @@ from dsv4cli.engine.config.gguf import ARCHITECTURE, end_tokens, gguf_values
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.read import read_json
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.conversion.chat_templates import SETTINGS, own_template, read_file
 from dsv4cli.engine.conversion.gguf.vocabulary import vocabulary
-from dsv4cli.engine.system.regular_files import is_there, read_bytes
+from dsv4cli.engine.system.regular_files import is_there
+from dsv4cli.engine.text.chat_template import chat_template
 from dsv4cli.errors import CheckpointError
 
-TOKENIZER, SETTINGS, CHAT = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER = "tokenizer.json"
 NAMES = {"flash": "DeepSeek-V4-Flash", "pro": "DeepSeek-V4-Pro"}
 # llama_ftype: what most of the weights are
 FILE_TYPES = {"MXFP4": 38, "BF16": 32}
@@ -39,14 +40,15 @@ def gguf_metadata(
     Raises CheckpointError without a tokenizer.json, which llama.cpp needs.
     """
     folder = source.checkpoint.folder
-    text = texts.get(TOKENIZER) or _text(folder / TOKENIZER)
+    text = texts.get(TOKENIZER) or read_file(folder / TOKENIZER)
     if text is None:
         raise CheckpointError(
             f"{folder} has no {TOKENIZER}, but a GGUF model contains its vocabulary",
             "copy the tokenizer.json of the release into the folder",
         )
     settings = read_json(folder / SETTINGS) if is_there(folder / SETTINGS) else {}
-    words = vocabulary(text, config.vocab_size, settings, _text(folder / CHAT), str(folder / TOKENIZER))
+    template = own_template(folder) or chat_template(source.release)
+    words = vocabulary(text, config.vocab_size, settings, template, str(folder / TOKENIZER))
     general = {
         "general.architecture": ARCHITECTURE,
         "general.type": "model",
@@ -63,10 +65,3 @@ def _name(source: FolderIdentity) -> str:
     if not usual:
         return "model"
     return usual + ("-0731" if source.release == "0731" else "")
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return read_bytes(path).decode() if is_there(path) else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", f"fetch {path.name} again") from None

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4cli.engine.config.gguf import TOKENS
-from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.gguf_vocabulary import (
     CONTROL,
     DEEPSEEK,
@@ -28,28 +27,15 @@ from dsv4cli.errors import CheckpointError
 TEMPLATE = "tokenizer.chat_template"
 REMEDY = "copy the tokenizer.json of the release into the folder"
 OTHER = "default"
-# a conversation of texts without tools; `enable_thinking` is llama.cpp's word
-CHAT_TEMPLATE = (
-    "{{- '" + tokens.BOS + "' -}}"
-    "{%- for message in messages -%}"
-    "{%- if message['role'] == 'user' -%}{{- '" + tokens.USER + "' + message['content'] -}}"
-    "{%- elif message['role'] == 'assistant' -%}"
-    "{{- '" + tokens.ASSISTANT + tokens.THINK_END + "' + message['content'] + '" + tokens.EOS + "' -}}"
-    "{%- else -%}{{- message['content'] -}}{%- endif -%}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '" + tokens.ASSISTANT + "' -}}"
-    "{{- '" + tokens.THINK_START + "' if enable_thinking is defined and enable_thinking else '"
-    + tokens.THINK_END + "' -}}{%- endif -%}"
-)  # fmt: skip
 
 
-def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str | None, where: str) -> dict[str, Any]:
+def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str, where: str) -> dict[str, Any]:
     """Return the keys of a vocabulary for a model of `size` tokens, including tokenizer.json itself.
 
     Args:
         text: the content of tokenizer.json.
         settings: the content of tokenizer_config.json.
-        template: a chat template; None for one that covers texts without tools.
+        template: the chat template.
 
     Raises CheckpointError for a file that is not byte-level BPE, or has more tokens than the model.
     """
@@ -66,7 +52,7 @@ def vocabulary(text: str, size: int, settings: Mapping[str, Any], template: str 
         TYPES: [found.types.get(id, UNUSED) for id in range(size)],
         MERGES: found.merges,
         "tokenizer.ggml.add_bos_token": bool(settings.get("add_bos_token")),
-        TEMPLATE: template or _template(settings) or CHAT_TEMPLATE,
+        TEMPLATE: template,
         WHOLE: text,
     }
     if isinstance(pad, str) and pad in ids:
@@ -118,14 +104,3 @@ def _patterns(content: Mapping[str, Any]) -> tuple[str, ...]:
 def _is_special(entry: Mapping[str, Any]) -> bool:
     # the releases mark some of the tokens of the prompt format as ordinary text
     return bool(entry["special"]) or (entry["content"].startswith("<｜") and entry["content"].endswith("｜>"))
-
-
-def _template(settings: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a tokenizer_config.json; of several, as transformers had them, the one named
-    default.
-    """
-    found = settings.get("chat_template")
-    if isinstance(found, list):
-        named = [one for one in found if isinstance(one, Mapping) and one.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None

@@ -93,7 +93,7 @@ def needs(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
         yield Finding("note", "FP8 needs the package accelerate, and on a GPU the package kernels and the hub")
         yield Finding("note", "without an FP8 GPU every matrix becomes bf16: two bytes a parameter")
     if not any(path.startswith("chat_template") for path in checkpoint.files):
-        yield Finding("note", "there is no chat template: `dsv4 run --show-prompt` shows what a prompt looks like")
+        yield Finding("note", "there is no chat template: `dsv4 inspect MODEL --template` prints the release's")
     if checkpoint.identity.config.drafter != "none":
         yield Finding("note", "transformers ignores the drafter (mtp.*), and what it saves has none")
 
