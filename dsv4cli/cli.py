@@ -33,6 +33,8 @@ from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
 from dsv4cli.version import __version__
 
+# prefix of environment variables that set options of `serve`
+SERVE_VARIABLES = "DSV4_SERVE"
 # Typer's UsageError, which it does not export
 WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -87,7 +89,7 @@ app.command(epilog=epilog(*DOWNLOAD_EXAMPLES))(download)
 app.command(name="eval", epilog=epilog(*EVAL_EXAMPLES))(evaluate)
 app.command(epilog=epilog(*INSPECT_EXAMPLES))(inspect)
 app.command(epilog=epilog(*RUN_EXAMPLES))(run)
-app.command(epilog=epilog(*SERVE_EXAMPLES))(serve)
+app.command(epilog=epilog(*SERVE_EXAMPLES), context_settings={"auto_envvar_prefix": SERVE_VARIABLES})(serve)
 app.add_typer(profile, name="profile")
 app.add_typer(trace, name="trace")
 app.command(epilog=epilog(*VERIFY_EXAMPLES))(verify)
@@ -119,6 +121,7 @@ def _environment() -> Environment:
         state_home=Path(state) if state else None,
         torchrun="TORCHELASTIC_RUN_ID" in os.environ,
         hub_cache=Path(hub_cache),
+        serve_variables=tuple(name for name in os.environ if name.startswith(f"{SERVE_VARIABLES}_")),
     )
 
 

@@ -25,7 +25,8 @@ PANELS = {
     "Input": "file messages prompts score system special-tokens skip-bad prompt ids like steps limit choices",
     "Session": "continue resume sessions session no-history",
     "Tools": "tools tool-exec tool-timeout yes max-rounds",
-    "Server": "url api-key-file share-cache host port alias max-queue grace reasoning-field no-store",
+    "Server": "url api-key-file host port uds alias max-queue grace health-timeout reasoning-field no-store",
+    "Access": "share-cache allow-host allow-origin root-path",
     "Layout": "to ranks experts attention max-shard-size",
     "Questions": "values tensor layer tree template for fit diff quick long only",
     OTHER_SIDE: "",
@@ -34,8 +35,7 @@ PANELS = {
     "Memory": "max-context gpu-memory host-memory cache-memory gpus ram batch",
     "Comparison": "verify check record against",
     "Output": "out keep what stages plot report junit no-noise dry-run show-prompt logprobs show-thinking no-markdown "
-    "log-prompts "
-    "json quiet help",
+    "log-json log-prompts json quiet help",
     OTHER: "",
 }
 PANEL_OF = {f"--{name}": panel for panel, names in PANELS.items() for name in names.split()}
@@ -50,6 +50,9 @@ class Command(typer.core.TyperCommand):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        prefix = self.context_settings.get("auto_envvar_prefix")
+        for param in self.params if prefix else ():
+            param.envvar = f"{prefix}_{(param.name or '').upper()}"  # explicit, so that errors name it
         named = [one for one in self.params if one.param_type_name == "argument" and one.name in MODEL_ARGUMENTS]
         self.params[:0] = [_model_option(one.human_readable_name) for one in named]
 
@@ -110,6 +113,7 @@ def _model_option(argument: str) -> typer.core.TyperOption:
         help=f"Same as {argument}.",
         autocompletion=complete_model,
         expose_value=False,
+        allow_from_autoenv=False,
     )
 
 
@@ -117,7 +121,7 @@ def _help(command: Command | CommandGroup, context: Any) -> str:
     page = HelpPage(shutil.get_terminal_size().columns)
     page.usage(context.command_path, command.collect_usage_pieces(context))
     page.text(command.help or "")
-    shown = [(one, row) for one in command.get_params(context) if (row := one.get_help_record(context))]
+    shown = [(one, row) for one in command.get_params(context) if (row := _row(one, context))]
     page.section("Arguments", [row for one, row in shown if one.param_type_name == "argument"])
     for title, rows in _panels([(one, row) for one, row in shown if one.param_type_name == "option"]):
         page.section(title, rows)
@@ -125,6 +129,14 @@ def _help(command: Command | CommandGroup, context: Any) -> str:
         page.section("Commands", _listed(command))
     page.text(command.epilog or "")
     return str(page)
+
+
+def _row(param: Any, context: Any) -> Row | None:
+    """Return the help text of an option or an argument, without its environment variable: the page says the rule."""
+    shown = copy.copy(param)
+    shown.show_envvar = False
+    row: Row | None = shown.get_help_record(context)
+    return row
 
 
 def _panels(options: Sequence[tuple[Any, Row]]) -> Iterator[tuple[str, list[Row]]]:

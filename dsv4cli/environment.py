@@ -16,6 +16,7 @@ class Environment:
         state_home: XDG_STATE_HOME, where `chat` keeps sessions; None if unset.
         torchrun: Whether torchrun started this process.
         hub_cache: The Hugging Face cache, which completion reads without importing huggingface_hub.
+        serve_variables: Names of the variables that set options of `serve`.
     """
 
     colours: Colours
@@ -23,3 +24,4 @@ class Environment:
     state_home: Path | None
     torchrun: bool
     hub_cache: Path
+    serve_variables: tuple[str, ...] = ()

@@ -202,6 +202,10 @@ class Output:
         """Print what is in progress, or a measurement."""
         self._remark(brief_line(text), DIM)
 
+    def log(self, text: str) -> None:
+        """Print a line of a log for programs to stderr, even if nothing else is printed there. It is never cut."""
+        _write(sys.stderr, harmless_line(text))
+
     def hint(self, text: str) -> None:
         """Print what to do next. Quote words for a shell with `shell_word`."""
         self._remark(_advice(text), DIM)

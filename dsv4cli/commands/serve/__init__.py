@@ -1,6 +1,5 @@
 """`dsv4 serve`: an HTTP server with OpenAI- and Anthropic-compatible APIs."""
 
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Literal
 
@@ -8,7 +7,18 @@ import typer
 
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import open_job
-from dsv4cli.commands.serve.run_server import Address, Policy, serve_model
+from dsv4cli.commands.serve.access import (
+    AllowHostOpt,
+    AllowOriginOpt,
+    ApiKeyFileOpt,
+    RootPathOpt,
+    ShareCacheOpt,
+    UdsOpt,
+    address_of,
+    check_root_path,
+    guard_of,
+)
+from dsv4cli.commands.serve.run_server import Policy, serve_model
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options
 from dsv4cli.output import Output
@@ -27,22 +37,6 @@ PortOpt = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on;
 AliasOpt = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="Model name for clients; may be repeated. Defaults to the model's own name."),
-]
-ApiKeyFileOpt = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="File of API keys; clients must send one of them. One key per line, optionally with a name and limits per "
-        "minute: KEY name=alice requests=60 tokens=100000. SIGHUP rereads it.",
-    ),
-]
-ShareCacheOpt = Annotated[
-    bool,
-    typer.Option(
-        "--share-cache",
-        help="Share cached prefixes between API keys. By default, the holder of one key cannot find out by timing what "
-        "others have sent.",
-    ),
 ]
 MaxQueueOpt = Annotated[
     int,
@@ -77,6 +71,19 @@ ReasoningFieldOpt = Annotated[
         help="Field of OpenAI API responses that contains the reasoning; clients differ in which one they read."
     ),
 ]
+HungSecondsOpt = Annotated[
+    float,
+    typer.Option(
+        "--health-timeout",
+        min=0,
+        metavar="SECONDS",
+        help="Seconds without a finished step, while requests run, after which /health returns 503. Compiling kernels "
+        "does not count.",
+    ),
+]
+LogJsonOpt = Annotated[
+    bool, typer.Option("--log-json", help="Write the log to stderr as JSON, one object per line, and nothing else.")
+]
 LogPromptsOpt = Annotated[bool, typer.Option("--log-prompts", help="Print each prompt to stderr.")]
 NoStoreOpt = Annotated[
     bool,
@@ -89,6 +96,7 @@ SERVE_EXAMPLES = (
     "dsv4 serve --model flash --tp 2",
     "dsv4 serve --port 9000 --alias deepseek-chat --think high",
     "dsv4 serve --model flash --host 0.0.0.0 --api-key-file keys.txt",
+    "dsv4 serve --model flash --allow-host llm.example.com --api-key-file keys.txt",
 )
 
 
@@ -100,13 +108,19 @@ def serve(
     port: PortOpt = 8000,
     alias: AliasOpt = None,
     tp: ServeTpOpt = None,
+    uds: UdsOpt = None,
     api_key_file: ApiKeyFileOpt = None,
     share_cache: ShareCacheOpt = False,
+    allow_host: AllowHostOpt = None,
+    allow_origin: AllowOriginOpt = None,
+    root_path: RootPathOpt = "",
     max_queue: MaxQueueOpt = 256,
     step_ms: StepMsOpt = None,
     cache_memory: CacheMemoryOpt = None,
     grace: GraceOpt = 30.0,
     reasoning_field: ReasoningFieldOpt = "both",
+    health_timeout: HungSecondsOpt = 600.0,
+    log_json: LogJsonOpt = False,
     log_prompts: LogPromptsOpt = False,
     no_store: NoStoreOpt = False,
     quiet: QuietOpt = False,
@@ -115,29 +129,27 @@ def serve(
 
     Sampling options are defaults for requests that do not set their own. The server prints its address to stdout when
     it is ready. Ctrl-C lets running answers finish; press it twice to stop at once.
+
+    Environment variables set options too: DSV4_SERVE_MAX_QUEUE=64 is --max-queue 64. Options on the command line win.
     """
-    start, out = perf_counter(), Output(context.obj.colours, quiet=quiet)
+    start, out = perf_counter(), Output(context.obj.colours, quiet=quiet or log_json)
     names = tuple(alias or ())
+    address = address_of(context, host, port, uds)
+    check_root_path(root_path)
     _check(options.device, context.obj.torchrun, host, names)
     compiler = early_compiler(options)
-    from dsv4cli.engine.server.accounts import Accounts
-    from dsv4cli.engine.server.api_keys import read_keys
-    from dsv4cli.engine.server.guard import Guard, is_loopback
     from dsv4cli.engine.server.warm import CacheOptions
     from dsv4cli.engine.settings import parse_size
 
-    keys = () if api_key_file is None else read_keys(api_key_file)
-    if not keys and not is_loopback(host):
-        out.warning(f"anyone who can reach {host} can use this server; to require a key, use --api-key-file")
+    guard = guard_of(address, api_key_file, share_cache, allow_host or (), allow_origin or ())
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
-    share = CacheOptions(memory, step_ms)
-    guard = Guard(Accounts(keys, share_cache=share_cache), host)
     policy = Policy(
-        guard, share, names, max_queue, grace, options.seed, fields, log_prompts, not no_store, api_key_file
-    )
-    code = serve_model(open_job(out, options, compiler=compiler), tp or 1, Address(host, port), policy, start)
-    raise typer.Exit(code)
+        guard, CacheOptions(memory, step_ms), names, max_queue, grace, options.seed, fields, log_prompts, not no_store,
+        api_key_file, root_path, health_timeout, log_json and not quiet,
+    )  # fmt: skip
+    policy.warn(out)
+    raise typer.Exit(serve_model(open_job(out, options, compiler=compiler), tp or 1, address, policy, start))
 
 
 def _check(device: str, torchrun: bool, host: str, names: tuple[str, ...]) -> None:

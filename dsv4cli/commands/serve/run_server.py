@@ -4,18 +4,20 @@ import asyncio
 import os
 import signal
 import socket
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.job import Clients, Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
+from dsv4cli.commands.serve.access import Address
 from dsv4cli.commands.serve.hang_up import HangUp
 from dsv4cli.errors import Dsv4Error
-from dsv4cli.output import ReaderGone, duration_text
+from dsv4cli.output import Output, ReaderGone, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
@@ -28,13 +30,6 @@ if TYPE_CHECKING:
 LOST_RANK = "check whether the machine ran out of memory, then restart the server"
 # seconds to wait for the running step at shutdown
 LAST_STEP_SECONDS = 5
-
-
-class Address(NamedTuple):
-    """Host and port to listen on."""
-
-    host: str
-    port: int
 
 
 @dataclass(frozen=True)
@@ -52,6 +47,9 @@ class Policy:
         log_prompts: Print each prompt to stderr.
         store: Store responses of the Responses API.
         key_file: File of API keys, which SIGHUP rereads.
+        root_path: Path below which a reverse proxy offers the server.
+        hung_seconds: Seconds without a finished step after which /health returns 503.
+        log_json: Log JSON objects instead of text.
     """
 
     guard: "Guard"
@@ -63,7 +61,29 @@ class Policy:
     reasoning_fields: tuple[str, ...]
     log_prompts: bool
     store: bool
-    key_file: Path | None = None
+    key_file: Path | None
+    root_path: str
+    hung_seconds: float
+    log_json: bool
+
+    def warn(self, out: Output) -> None:
+        """Print what is dangerous about the access rules."""
+        from dsv4cli.engine.server.guard import is_loopback
+        from dsv4cli.engine.server.request_log import log_text
+
+        host, warnings = self.guard.host, list[str]()
+        if not self.guard.accounts.required:
+            if host is not None and not is_loopback(host):
+                warnings.append(
+                    f"anyone who can reach {host} can use this server; to require a key, use --api-key-file"
+                )
+            if "*" in self.guard.origins:
+                warnings.append("any web page that you open can use this server; to require a key, use --api-key-file")
+        for warning in warnings:
+            if self.log_json:
+                out.log(log_text(f"warning: {warning}", as_json=True))
+            else:
+                out.warning(warning)
 
     def offer(self, job: Job) -> "ServeOptions":
         """Return the options of the server for this job: model names, request defaults and limits."""
@@ -75,7 +95,7 @@ class Policy:
         usual = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
         return ServeOptions(
             job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
-            log_prompts=self.log_prompts, store=self.store,
+            log_prompts=self.log_prompts, store=self.store, root_path=self.root_path, hung_seconds=self.hung_seconds,
         )  # fmt: skip
 
 
@@ -86,12 +106,11 @@ def serve_model(job: Job, ranks: int, address: Address, policy: Policy, start: f
         start: time.perf_counter() at the start of the program.
     """
     from dsv4cli.engine.server import build  # noqa: F401 - before loading, so that no import is left for later
-    from dsv4cli.engine.server.http import bound_socket
 
     running = Running(job, policy, start)
     _ = running.job.dialogue  # raises before the model is loaded, as a taken address does
     engine_of = partial(_engine_of, policy.share)
-    with bound_socket(*address) as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:
+    with address.bound() as bound, opened_in_ranks(running.job, ranks, LOST_RANK, engine_of) as engine:
         return asyncio.run(running.serve(engine, bound))
 
 
@@ -120,7 +139,7 @@ class Running:
         from dsv4cli.engine.server.build import build_server
 
         asked, server = build_server(
-            engine, self._policy.offer(self.job), self._say, self._confess, lambda: self._begin(bound)
+            engine, self._policy.offer(self.job), self._log, self._confess, lambda: self._begin(bound)
         )
         self._handle_signals(server)
         running = asyncio.create_task(server.serve([bound]))
@@ -152,13 +171,28 @@ class Running:
         self._weights = perf_counter()
 
     def _say(self, text: str) -> None:
-        try:
-            self._out.status(text)
-        except ReaderGone:
-            self._out.silent = True  # clients are still served if nobody reads the log
+        """Print a message to whoever has started the server. In the log of a program, it is one of its entries."""
+        if self._policy.log_json:
+            self._log(text)
+        else:
+            self._print(self._out.status, text)
+
+    def _log(self, line: str) -> None:
+        """Print a line of the log."""
+        from dsv4cli.engine.server.request_log import log_text
+
+        as_json = self._policy.log_json
+        self._print(self._out.log if as_json else self._out.status, log_text(line, as_json=as_json))
+
+    def _print(self, write: Callable[[str], None], text: str) -> None:
+        with suppress(ReaderGone):  # clients are still served if nobody reads the log
+            write(text)
 
     def _confess(self, traceback: str) -> None:
         """Print an internal error. The server keeps running."""
+        if self._policy.log_json:
+            self._log(f"a request failed because of a bug in dsv4: {traceback}")
+            return
         with suppress(ReaderGone):
             what, remedy = "a request failed because of a bug in dsv4", "please report it with the lines above"
             self._out.error(Dsv4Error(what, remedy, traceback.splitlines()))

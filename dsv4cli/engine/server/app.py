@@ -12,18 +12,21 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Match, Route, Router
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from dsv4cli.engine.server.accounts import ANYONE
 from dsv4cli.engine.server.chat_completions import chat_completions
 from dsv4cli.engine.server.completions import completions
 from dsv4cli.engine.server.connections import CONNECTION, BoundedProtocol, connection_of
+from dsv4cli.engine.server.front import noting, with_cors, without_root
 from dsv4cli.engine.server.guard import OPEN_PATHS, Guard
 from dsv4cli.engine.server.incoming import service_of
 from dsv4cli.engine.server.messages import count_tokens, messages
 from dsv4cli.engine.server.page import MATH_PATH, math_library, page
 from dsv4cli.engine.server.refusals import Refusal, broken_off, json_response, refusal_of
+from dsv4cli.engine.server.request_log import request_id_of, request_line
 from dsv4cli.engine.server.responses import count_input, create_response
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.stored_responses import cancel_response, response_inputs, stored_response
@@ -36,12 +39,12 @@ STARTED = int(time())
 
 
 async def health(http: HttpRequest) -> Response:
-    """GET /health: 503 if the engine has failed, or if its current step has run for more than `HUNG_SECONDS`."""
+    """GET /health: 503 if the engine has failed or hangs."""
     engine = service_of(http).engine
     if engine.failure.done():
         raise Refusal(503, "the engine has failed")
     if engine.hangs is not None:
-        raise Refusal(503, f"the engine hangs: its current step has run for {engine.hangs:.0f} s")
+        raise Refusal(503, f"the engine hangs: {engine.hangs}")
     return json_response({"status": "ok"})
 
 
@@ -127,51 +130,64 @@ class App:
 
     Attributes:
         bug: called with the traceback of an unexpected error, which is a bug of the server.
+        root_path: path below which a reverse proxy offers the server, without a slash at the end.
     """
 
     service: Service
     guard: Guard
     bug: Callable[[str], None]
+    root_path: str = ""
     routes: Sequence[Route] = ROUTES
 
     def __post_init__(self) -> None:
         self._router = Router(self.routes, redirect_slashes=False)
+        self._front = with_cors(self._answer, self.guard.origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one HTTP request, as ASGI requires."""
         assert scope["type"] == "http"
-        start, status = perf_counter(), 0
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        connection = connection_of(scope)
+        start = perf_counter()
         scope["app"] = self  # makes the router raise HTTPException for unknown paths
-        scope["state"] = {"service": self.service, CONNECTION: connection}
+        scope["path"] = without_root(scope["path"], self.root_path)
+        state: dict[str, Any] = {"service": self.service, CONNECTION: connection_of(scope), "account": ANYONE}
+        state |= {"request_id": request_id_of(Headers(scope=scope).get("x-request-id")), "status": 0}
+        scope["state"] = state
         try:
-            await self._answer(scope, receive, noting, connection)
+            await self._front(scope, receive, noting(scope, send))
         except (ClientGone, ClientDisconnect):
             pass
+        finally:
+            path, refusal = self._path(scope), state.get("refusal")
+            self.service.metrics.count_http(path, state["status"], state["usage"]() if "usage" in state else None)
+            if refusal is not None:
+                self.service.metrics.count_refusal(path, refusal.status)
+            self.service.log(request_line(scope, state["status"], perf_counter() - start))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request with its route's response, or with an error."""
+        try:
+            if not scope["path"]:  # the page's links are relative: its address must end with a slash
+                await RedirectResponse(f"{self.root_path}/")(scope, receive, send)
+                return
+            self._admit(scope)
+            await self._router(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            raise
         except (Exception, CancelledError) as error:  # noqa: BLE001 - reported to the client and to `bug`
             scope["state"]["refusal"] = refusal = self._refusal(error)
-            if not status:
-                await refusal.response(_is_anthropic(scope))(scope, receive, noting)
-        finally:
-            usage = scope["state"]["usage"]() if "usage" in scope["state"] else None
-            self.service.metrics.count_http(self._path(scope), status, usage)
-            self.service.log(_line(scope, status, perf_counter() - start, usage))
+            if not scope["state"]["status"]:
+                await refusal.response(_is_anthropic(scope))(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, connection: BoundedProtocol | None) -> None:
+    def _admit(self, scope: Scope) -> None:
+        """Check whether a request is allowed. Raises `Refusal` if it is not."""
         scope["state"]["account"] = account = self.guard.check(scope["path"], Headers(scope=scope))
         if scope["method"] == "POST":
             account.admit()
+        connection: BoundedProtocol | None = scope["state"][CONNECTION]
         if connection is not None and scope["path"] not in OPEN_PATHS:
             connection.admitted = True
             if connection.late and connection.crowded:
                 raise Refusal(503, "too many clients are connected: try again later")
-        await self._router(scope, receive, send)
 
     def _path(self, scope: Scope) -> str:
         """Return the path of the route that matches a request, or "other": a metric must have few label values."""
@@ -201,18 +217,3 @@ def _misplaced(error: HTTPException) -> Refusal:
 def _is_anthropic(scope: Scope) -> bool:
     path: str = scope["path"]
     return path.startswith("/v1/messages")
-
-
-def _line(scope: Scope, status: int, seconds: float, usage: dict[str, Any] | None) -> str:
-    """Return the log line of an HTTP request. It contains nothing from the request's body."""
-    refusal: Refusal | None = scope["state"].get("refusal")
-    client = scope["client"][0] if scope.get("client") else "-"
-    line = f"{client} {scope['method']} {scope['path']} {status or 'gone'}"
-    if usage is not None:
-        cached = usage["prompt_tokens_details"]["cached_tokens"]
-        line += f", {usage['prompt_tokens']:,} + {usage['completion_tokens']:,} tokens"
-        line += f", {cached:,} cached" if cached else ""
-        line += ", not finished" if scope["state"]["call"].broken_off else ""
-    if refusal is not None:
-        line += f", {refusal.param or refusal.message}"  # the message about a field may contain its value
-    return f"{line}, {seconds:.2f} s"

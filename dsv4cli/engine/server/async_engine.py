@@ -19,7 +19,7 @@ from dsv4cli.engine.server.refusals import Refusal, refusal_of
 IDLE_SECONDS = 15
 # how long to wait for a report, which comes after the current step
 REPORT_SECONDS = 30
-# how long a step without compilation may take before the server reports itself as unhealthy: on a CPU the longest
+# how long no step may end before the server reports itself as unhealthy, unless it compiles: on a CPU the longest
 # prefill chunk of a large model takes minutes
 HUNG_SECONDS = 600.0
 # tokens and alternatives buffered for a client that does not read: 5 to 10 MB
@@ -110,6 +110,7 @@ class AsyncEngine:
     Attributes:
         most: the most requests that may be running or queued.
         room: the most tokens of a prompt and its answer that the KV cache holds, None if it has no limit.
+        hung_seconds: how long no step may end before the engine counts as hanging.
         failure: resolves to the exception that stopped the engine, if it fails.
     """
 
@@ -125,17 +126,23 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
         self.room = engine.room
+        self.hung_seconds = HUNG_SECONDS
         self._calls: dict[Request, EngineCall] = {}
+        self._last_step = perf_counter()  # the end of the last step, or when the engine got work after that
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
         self._thread = EngineThread(engine, self._deliver, self._fail, lambda text: self._say(log, text))
         self._thread.start()
         self._gathering = Gathering(lambda: connected() - len({*self._calls.values()}), self._thread.add)
 
     @property
-    def hangs(self) -> float | None:
-        """Seconds that the current step has run, if more than `HUNG_SECONDS`; None otherwise."""
-        seconds = self._thread.seconds
-        return seconds if seconds > HUNG_SECONDS else None
+    def hangs(self) -> str | None:
+        """Why the engine seems to hang, None if it does not. Steps may take longer if they compile kernels."""
+        step, since = self._thread.seconds, perf_counter() - self._last_step
+        if step > self.hung_seconds:
+            return f"its current step has run for {step:.0f} s"
+        if self._calls and since > self.hung_seconds and not self._thread.preparing:
+            return f"no step has ended for {since:.0f} s, though requests are running"
+        return None
 
     async def report(self) -> tuple[Usage, DraftReport | None]:
         """Return the engine's usage and its draft statistics, after the current step.
@@ -175,6 +182,7 @@ class AsyncEngine:
         # answers to one prompt share its list of ids
         account.charge(sum({id(one.prompt): len(one.prompt) for one in requests}.values()))
         rests = not self._calls or self._gathering.holds
+        self._last_step = self._last_step if self._calls else perf_counter()
         for request in requests:
             request.cache_scope = account.scope
             self._calls[request] = call
@@ -207,6 +215,7 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _hand_out(self, updates: list[Update]) -> None:
+        self._last_step = perf_counter()
         for update in updates:
             call = self._calls.get(update.request)
             if call is None:

@@ -13,6 +13,8 @@ import h11
 from starlette.types import Scope
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from dsv4cli.engine.server.front import UNIX_CLIENT
+
 # bytes; the kernel buffers this much for a client that does not read
 SEND_BUFFER = 256 << 10
 # a connection that has been idle for less is not evicted: its request may be in transit
@@ -60,6 +62,7 @@ class BoundedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Accept a new connection, or abort it if the server has no free slot."""
         super().connection_made(transport)
+        self.client = self.client or (UNIX_CLIENT, 0)
         self.idle_since = self.loop.time()
         if not self._find_place():
             transport.abort()

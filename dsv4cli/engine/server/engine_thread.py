@@ -27,6 +27,7 @@ class Update:
         scores: rows of scores, for a scoring request.
         error: the error that ended the request.
         ended: whether this is the request's last update.
+        began: when the step began.
     """
 
     request: Request
@@ -35,6 +36,7 @@ class Update:
     scores: RowScores | None = None
     error: Exception | None = None
     ended: bool = False
+    began: float = 0.0
 
 
 Deliver = Callable[[list[Update]], None]
@@ -111,7 +113,12 @@ class EngineThread:
     def seconds(self) -> float:
         """Seconds that the current step has run; 0 if the engine is idle or compiles kernels. Safe from any thread."""
         began = self._began
-        return 0.0 if began is None or self._engine.preparing else perf_counter() - began
+        return 0.0 if began is None or self.preparing else perf_counter() - began
+
+    @property
+    def preparing(self) -> bool:
+        """Whether the current step compiles kernels or captures graphs. Safe from any thread."""
+        return self._engine.preparing
 
     def _prepare(self) -> bool:
         """Prepare one item that requests may need, such as a CUDA graph. Return True if any was missing."""
@@ -164,12 +171,12 @@ class EngineThread:
             self._engine.cancel(request)
 
     def _step(self) -> None:
-        results = self._engine.step()
+        began, results = perf_counter(), self._engine.step()
         now, updates = perf_counter(), []
         for result in results:
             request, tokens = result.request, result.tokens
             ended = request.caught_up if request.scored else bool(tokens and tokens[-1].finish)
-            updates.append(Update(request, now, tokens, result.scores, ended=ended))
+            updates.append(Update(request, now, tokens, result.scores, ended=ended, began=began))
             if ended:
                 del self._requests[request]
         self._deliver(updates)

@@ -28,11 +28,17 @@ class Guard:
 
     Attributes:
         accounts: the API keys that it accepts.
-        host: the address that the server listens on.
+        host: the address that the server listens on; None for a Unix socket.
+        hosts: names of the server that requests may use in the Host header, besides those of this machine. `*` allows
+            any name, `*.NAME` those below a name. If there are none, a server on a loopback address accepts only
+            loopback names, and others accept any name.
+        origins: origins of pages that may use the server from a browser; `*` for all.
     """
 
     accounts: Accounts
-    host: str
+    host: str | None
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
 
     def check(self, path: str, headers: Headers) -> Account:
         """Check a request's origin and API key, and return its account. Raises `Refusal` if it is not allowed."""
@@ -52,10 +58,21 @@ class Guard:
         The page may use its own origin, or a name of its own that resolves to this machine (DNS rebinding).
         """
         host, origin = headers.get("host", ""), headers.get("origin")
-        if is_loopback(self.host) and not is_loopback(_split(f"//{host}").hostname or ""):
-            raise Refusal(403, "this server accepts requests from this machine only: use localhost in the URL")
-        if origin is not None and _split(origin).netloc != host:
-            raise Refusal(403, "cross-origin requests are not allowed")
+        if not self._knows(_split(f"//{host}").hostname or ""):
+            raise Refusal(
+                403,
+                "the Host header names none of this server's hosts: use localhost in the URL, or name the host with "
+                "--allow-host, for example behind a reverse proxy",
+            )
+        if origin is not None and _split(origin).netloc != host and not {origin, "*"} & {*self.origins}:
+            raise Refusal(403, "cross-origin requests are not allowed: name the page's origin with --allow-origin")
+
+    def _knows(self, name: str) -> bool:
+        """Return whether requests may use this name of the server."""
+        own = self.host is not None and (is_loopback(self.host) or bool(self.hosts))
+        if is_loopback(name) or not (own or self.hosts) or name == self.host:
+            return True
+        return any(host in ("*", name) or (host[:2] == "*." and name.endswith(host[1:])) for host in self.hosts)
 
 
 def _split(url: str) -> SplitResult:

@@ -12,6 +12,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from dsv4cli.engine.server.connections import BoundedProtocol, HttpLimits
+from dsv4cli.engine.server.front import PROXIES
 from dsv4cli.errors import UsageError
 
 # the most bytes of a request's line and headers
@@ -35,7 +36,8 @@ class HttpServer(uvicorn.Server):
         bounded = type("LimitedProtocol", (BoundedProtocol,), {"limits": limits})
         super().__init__(
             uvicorn.Config(
-                app, http=bounded, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=False,
+                app, http=bounded, ws="none", lifespan="off", log_config=None, access_log=False, proxy_headers=True,
+                forwarded_allow_ips=[*PROXIES],
                 server_header=False, date_header=False, h11_max_incomplete_event_size=MOST_HEADER,
                 timeout_keep_alive=int(limits.idle_seconds), timeout_graceful_shutdown=ceil(grace),
             )
@@ -69,6 +71,8 @@ class HttpServer(uvicorn.Server):
         try:
             await super().startup(sockets)
         except OSError as error:
+            if bound.family == socket.AF_UNIX:
+                raise
             host, port = bound.getsockname()[:2]
             raise _taken(host, port, error) from None
 
@@ -122,7 +126,9 @@ def _taken(host: str, port: int, error: OSError) -> UsageError:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Return the URL of a socket for a browser on this machine."""
+    """Return the URL of a socket for a browser on this machine, or `unix:PATH`."""
+    if bound.family == socket.AF_UNIX:
+        return f"unix:{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"

@@ -84,7 +84,10 @@ def test_it_serves_until_ctrl_c_and_lets_answers_finish(tmp_path):
     ready = r"ready in [\d.]+ s \([\d.]+ m?s after loading the weights\); press Ctrl-C to stop"
     assert any(re.fullmatch(ready, line) for line in lines), lines
     assert "running answers have 30 s to finish; press Ctrl-C again to stop at once" in lines
-    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ 25 tokens, [\d.]+ s", lines[-1])
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
+    counts = r"\d+ \+ 25 tokens(, \d+ of \d+ drafts accepted)?, first token after [\d.]+ s"
+    end = rf"127\.0\.0\.1 POST /v1/chat/completions 200, {counts}, [\d.]+ s, key key-1, id [0-9a-f]{{32}}"
+    assert re.fullmatch(f"{time} {end}", lines[-1])
     assert not any(KEY in line or "go on" in line for line in lines)
 
 
@@ -215,6 +218,12 @@ def test_a_rank_that_is_killed_ends_the_server():
         (["--host", ""], "--host cannot be empty", "127.0.0.1"),
         (["--host", "a..b"], "cannot resolve the address a..b", "--host 127.0.0.1"),
         (["--alias", "a", "--alias", " "], "--alias cannot be empty", "use a name"),
+        (["--allow-host", "https://llm.example.com"], "--allow-host cannot be 'https://llm", "the name alone"),
+        (["--allow-host", "llm.example.com:443"], "--allow-host cannot be 'llm.example.com:443'", "the name alone"),
+        (["--allow-origin", "https://app.example.com/"], "--allow-origin cannot be", "without a path"),
+        (["--allow-origin", "app.example.com"], "--allow-origin cannot be 'app.example.com'", "https://"),
+        (["--root-path", "llm/"], "--root-path cannot be 'llm/'", "write it as /llm"),
+        (["--uds", "a.sock"], "--uds cannot be used with --port", "remove --uds or --port"),
         (["--api-key-file", "no-such-file"], "no-such-file cannot be read", "one key per line"),
         (["--cache-memory", "much"], "'much' is not a size", "GB"),
         (["--think", "low"], 'release v4 has no thinking level "low"', "off, high, max"),
@@ -238,3 +247,37 @@ def test_what_is_missing_is_said_with_the_command(monkeypatch, capsys):
         2,
         "error: dsv4 serve needs the package starlette\n→ install it: pip install 'dsv4[serve]'\n",
     )
+
+
+def test_options_come_from_the_environment(monkeypatch, capsys):
+    program = Program(monkeypatch, capsys)
+    monkeypatch.setenv("DSV4_SERVE_ALLOW_HOST", "one *.two /three")  # a list is separated by spaces
+    assert "--allow-host cannot be '/three'" in program("serve", "--port", "0").err
+    monkeypatch.setenv("DSV4_SERVE_ALLOW_HOST", "")
+    monkeypatch.setenv("DSV4_SERVE_MODEL", "nothing")
+    assert "error: 'nothing' is neither" in program("serve", "--port", "0").err
+    assert "error: 'other' is neither" in program("serve", "--port", "0", "--model", "other").err
+    monkeypatch.setenv("DSV4_SERVE_LOG_JSON", "maybe")
+    assert "DSV4_SERVE_LOG_JSON" in program("serve").err
+    monkeypatch.setenv("DSV4_SERVE_LOG_JSON", "true")
+    monkeypatch.setenv("DSV4_SERVE_PORT", "70000")
+    done = program("serve")
+    assert (done.code, "DSV4_SERVE_PORT" in done.err) == (2, True)
+
+
+def test_a_variable_that_sets_nothing_is_refused(monkeypatch, capsys):
+    monkeypatch.setenv("DSV4_SERVE_API_KEYS", "keys.txt")
+    done = Program(monkeypatch, capsys)("serve")
+    assert done.code == 2
+    assert done.err.startswith("error: the environment variable DSV4_SERVE_API_KEYS sets no option of serve\n")
+
+
+def test_the_environment_of_serve_is_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("DSV4_SERVE_SEED", "x")
+    assert Program(monkeypatch, capsys)("run", "hi", "--show-prompt").code == 0
+
+
+def test_help_says_the_rule_of_the_variables_once(monkeypatch, capsys):
+    page = Program(monkeypatch, capsys)("serve", "--help").out
+    assert page.count("DSV4_SERVE_") == 1
+    assert "env var" not in page

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from starlette.datastructures import Headers
 
+from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.server import async_engine, metrics
 from dsv4cli.engine.server.accounts import Accounts
 from dsv4cli.engine.server.api_keys import ApiKey
@@ -20,6 +22,7 @@ from dsv4cli.engine.server.incoming import MOST_BODY
 from dsv4cli.engine.server.page import math_library
 from dsv4cli.engine.server.refusals import Refusal, refusal_of
 from dsv4cli.engine.server.service import MOST_NAMES
+from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult, UsageError
 from tests.support.serving import asking, comes
 from tests.support.slow import slow, slow_rows
@@ -106,6 +109,47 @@ def test_metrics_count_what_has_happened(nano):
     assert after["dsv4_drafts_total"] >= after["dsv4_drafts_accepted_total"] > 0
 
 
+def test_metrics_have_times_of_the_queue_and_of_whole_requests(nano):
+    before = numbers(nano)
+    nano.chat("What is 2 + 3?", n=2)
+    assert comes(nano.at_rest)
+    after = numbers(nano)
+    for name, count in (("dsv4_queue_seconds", 2), ('dsv4_request_seconds{outcome="finished"}', 2)):
+        of_all, _, label = name.partition("{")
+        label = label and f"{{{label}"
+        assert after[f"{of_all}_count{label}"] - before.get(f"{of_all}_count{label}", 0) == count
+        grown = after[f"{of_all}_sum{label}"] - before.get(f"{of_all}_sum{label}", 0)
+        assert 0 <= grown < 600
+    own = nano.server.config.app.service.metrics
+    assert [len(held) for held in (own._arrived, own._last, own._stepped, own._drawing)] == [0] * 4
+
+
+def test_a_request_that_no_step_has_seen_was_not_queued_to_the_end():
+    """Of a request that is cancelled in the queue there is a whole time, and no time of the queue."""
+    own, request = metrics.Metrics(), Request([1], Sampling(), Limits())
+    own.begin(request)
+    own.end(request, "cancelled")
+    text = own.text(Usage(), None).decode()
+    assert "dsv4_queue_seconds_count 0.0" in text
+    assert 'dsv4_request_seconds_count{outcome="cancelled"} 1.0' in text
+    own.begin(request)
+    arrived = own._arrived[request]
+    own.note(Update(request, arrived + 9.0, [], began=arrived + 7.0))
+    own.note(Update(request, arrived + 99.0, [], began=arrived + 97.0))  # only the first step counts
+    assert "dsv4_queue_seconds_sum 7.0" in own.text(Usage(), None).decode()
+
+
+def test_metrics_describe_the_server_and_its_capacity(nano):
+    found = numbers(nano)
+    [info] = [name for name in found if name.startswith("dsv4_info{")]
+    assert {'model="nano"', 'release="v4"', f'version="{nano.get("/version")[1]["version"]}"'} <= {
+        *info[10:-1].split(",")
+    }
+    room = nano.engine.room
+    assert [found[f"dsv4_capacity_{name}"] for name in metrics.CAPACITY] == [64, 256, 8192, room]
+    assert 0 < found["dsv4_cache_used_tokens"] <= room + 128
+
+
 def counted(nano, path, body):
     """How a call's usage and the metrics of tokens have grown."""
     before = numbers(nano)
@@ -159,6 +203,8 @@ def test_metrics_count_http_requests(nano, method, path, headers, label):
     nano.send(method, path, {}, **headers).read()
     after, name = numbers(nano), f"dsv4_http_requests_total{{{label}}}"
     assert after[name] - before.get(name, 0) == 1
+    refused = name.replace("http_requests", "refusals")
+    assert after.get(refused, 0) - before.get(refused, 0) == ("200" not in label)
 
 
 @pytest.mark.parametrize(("path", "prompt"), [("/v1/chat/completions", {}), ("/v1/completions", {"prompt": "2 + 3"})])
@@ -226,8 +272,10 @@ def test_the_log_has_a_line_a_request_and_no_prompt(nano):
     nano.post("/v1/chat/completions", asking("secret") | {"temperature": "secret"})
     assert comes(lambda: len(asked()) > lines + 1)
     fine, wrong = asked()[-2:]
-    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 200, \d+ \+ \d+ tokens(, \d+ cached)?, [\d.]+ s", fine)
-    assert re.fullmatch(r"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, [\d.]+ s", wrong)
+    counts = r"\d+ \+ \d+ tokens(, \d+ cached)?(, \d+ of \d+ drafts accepted)?, first token after [\d.]+ s"
+    ends = r"[\d.]+ s, id [0-9a-f]{32}"
+    assert re.fullmatch(rf"127\.0\.0\.1 POST /v1/chat/completions 200, {counts}, {ends}", fine)
+    assert re.fullmatch(rf"127\.0\.0\.1 POST /v1/chat/completions 400, temperature, {ends}", wrong)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
@@ -236,13 +284,15 @@ def test_a_stream_that_fails_says_so_and_the_log_why(nano, monkeypatch, path):
         raise UnsoundResult("logits are not finite", "")
 
     failed, before = 'dsv4_requests_total{outcome="failed"}', numbers(nano)
+    refused = f'dsv4_refusals_total{{path="{path}",status="500"}}'
     with monkeypatch.context() as patched:
         patched.setattr(nano.engine, "step", fail)
         events = nano.stream(path, asking("Hi", prompt="Hi", max_tokens=4))
     assert any("logits are not finite" in json.dumps(data) for _, data in events)
-    assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s", nano.lines[-1]))
+    assert comes(lambda: re.search(rf"{path} 200, .*, logits are not finite, [\d.]+ s, id", nano.lines[-1]))
     assert comes(nano.at_rest)
     assert numbers(nano)[failed] == before.get(failed, 0) + 1
+    assert numbers(nano)[refused] == before.get(refused, 0) + 1
 
 
 @pytest.mark.parametrize(

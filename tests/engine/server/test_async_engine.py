@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from dsv4cli.engine.runtime.request import Request, Token
-from dsv4cli.engine.server import async_engine
 from dsv4cli.engine.server.accounts import ANYONE
 from dsv4cli.engine.server.async_engine import MOST_UNREAD, AsyncEngine, EngineCall
-from dsv4cli.engine.server.engine_thread import Update
+from dsv4cli.engine.server.engine_thread import EngineThread, Update
 from dsv4cli.engine.server.metrics import Metrics
 from dsv4cli.engine.server.refusals import Refusal
 from dsv4cli.engine.settings import Limits, Sampling
@@ -137,6 +136,32 @@ def test_that_memory_is_not_pinned_is_said_once():
     assert lines == ["the prefix cache in host memory is slower: not pinned; lower --cache-memory"]
 
 
+def test_an_engine_hangs_where_no_step_ends_though_requests_run(monkeypatch):
+    """Whatever its thread does in the meantime; not while it has nothing to do, or compiles."""
+
+    async def run():
+        with engine_of([]) as engine:
+            engine.hung_seconds = 0.0
+            monkeypatch.setattr(EngineThread, "seconds", 0.0)
+            assert engine.hangs is None
+            request = Request([1], Sampling(), Limits())
+            with engine.call([request], ANYONE):
+                assert engine.hangs == "no step has ended for 0 s, though requests are running"
+                engine._thread._engine.preparing = True
+                assert engine.hangs is None
+                engine._thread._engine.preparing = False
+                engine.hung_seconds = 600.0
+                engine._last_step -= 601
+                assert engine.hangs == "no step has ended for 601 s, though requests are running"
+                engine._hand_out([Update(request, 1.0, [])])
+                assert engine.hangs is None
+            engine._last_step -= 601
+            with engine.call([request], ANYONE):  # an engine that had nothing to do has not hung
+                assert engine.hangs is None
+
+    asyncio.run(run())
+
+
 def test_health_says_that_a_step_hangs_and_not_that_it_compiles(nano, monkeypatch):
     step, runs, may_end = nano.engine.step, threading.Event(), threading.Event()
 
@@ -150,7 +175,7 @@ def test_health_says_that_a_step_hangs_and_not_that_it_compiles(nano, monkeypatc
     asked.start()
     assert runs.wait(60)
     assert nano.get("/health")[0] == 200
-    monkeypatch.setattr(async_engine, "HUNG_SECONDS", 0.0)
+    monkeypatch.setattr(nano.asked, "hung_seconds", 0.0)
     status, document = nano.get("/health")
     assert (status, document["error"]["message"]) == (503, "the engine hangs: its current step has run for 0 s")
     preparing = nano.engine.runner.preparing
