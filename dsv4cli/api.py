@@ -16,13 +16,13 @@ from dsv4cli.engine.chat.shared_engine import SharedConversation, SharedEngine
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
-from dsv4cli.engine.compiling.demand import demand_of
+from dsv4cli.engine.compiling.demand import WAYS, demand_of
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.limits import context_of, workload_of
 from dsv4cli.engine.runtime.score import Score, score
-from dsv4cli.engine.settings import Drafting, Limits, Sampling, check_device, parse_drafting, require
+from dsv4cli.engine.settings import Drafting, Limits, check_device, parse_drafting, require
 from dsv4cli.engine.system.backend import Backend, resolve_backend, use
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.text.prompt import Message, check_messages, check_tools, with_tools
@@ -45,6 +45,11 @@ class Options(TypedDict, total=False):
     think: str
     temperature: float | None
     top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
     seed: int | None
     max_tokens: int
     stop: str | Sequence[str]
@@ -157,7 +162,7 @@ class Model:
             yield
             return
         identity = self._source.identity
-        samplings = [self._source.sampling, Sampling(0.0), Sampling(1.0, 0.5)]
+        samplings = [self._source.sampling, *WAYS]
         free = found_memory(self._device, memory)
         demand = demand_of(
             identity.config, identity.formats, numerics, limits, samplings, drafting, None, sequences=load.batch,
@@ -183,6 +188,11 @@ class Model:
         think: str = "off",
         temperature: float | None = None,
         top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        repetition_penalty: float | None = None,
         seed: int | None = None,
         max_tokens: int = 4096,
         stop: str | Sequence[str] = (),
@@ -202,7 +212,11 @@ class Model:
             checked = with_tools(checked, check_tools(list(map(dict, tools))))
         limits = Limits(max_tokens, self._max_context, stops=(stop,) if isinstance(stop, str) else tuple(stop))
         conversation = SharedConversation(shared, self._dialogue(think), limits, self._device)
-        steps = conversation.reply(checked, self._source.sampling.chosen(temperature, top_p, seed))
+        more = {
+            "top_k": top_k, "min_p": min_p, "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty, "repetition_penalty": repetition_penalty,
+        }  # fmt: skip
+        steps = conversation.reply(checked, self._source.sampling.chosen(temperature, top_p, seed, more))
         return Reply(self._computed(steps), len(given))
 
     def score(self, text: str | Sequence[int], *, logprobs: int = 0) -> Score:

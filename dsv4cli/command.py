@@ -30,7 +30,8 @@ PANELS = {
     "Layout": "to ranks experts attention max-shard-size",
     "Questions": "values tensor layer tree template for fit diff quick long only",
     OTHER_SIDE: "",
-    "Sampling": "think think-budget max-tokens temperature top-p seed samples stop",
+    "Sampling": "think think-budget max-tokens temperature top-p top-k min-p presence-penalty frequency-penalty "
+    "repetition-penalty seed samples stop",
     "Speed": "draft prefill-chunk device dtype exact backend tp step-ms max-workers shard finish concurrency timeout",
     "Memory": "max-context gpu-memory host-memory cache-memory gpus ram batch",
     "Comparison": "verify check record against",

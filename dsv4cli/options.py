@@ -96,6 +96,32 @@ TopPOpt = Annotated[
         "model's own value, or 1."
     ),
 ]
+TopKOpt = Annotated[
+    int | None, typer.Option(help="Sample from this many of the most likely tokens; 0 for all, the default.")
+]
+MinPOpt = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from tokens at least this many times as likely as the most likely one; 0 for all, the default."
+    ),
+]
+PresencePenaltyOpt = Annotated[
+    float | None,
+    typer.Option(help="Subtract this from the logit of every token that the answer already has; -2 to 2, default 0."),
+]
+FrequencyPenaltyOpt = Annotated[
+    float | None,
+    typer.Option(
+        help="Subtract this from a token's logit for each time that the answer already has it; -2 to 2, default 0."
+    ),
+]
+RepetitionPenaltyOpt = Annotated[
+    float | None,
+    typer.Option(
+        help="Make tokens of the prompt and the answer less likely: divide their logit by this if it is positive, else "
+        "multiply it; 0.01 to 100, default 1."
+    ),
+]
 SeedOpt = Annotated[
     int | None,
     typer.Option(help="Random seed, for repeatable answers. By default every run uses a new seed; eval uses 0."),
@@ -181,6 +207,11 @@ class ModelOptions:
     max_tokens: MaxTokensOpt = 4096
     temperature: TemperatureOpt = None
     top_p: TopPOpt = None
+    top_k: TopKOpt = None
+    min_p: MinPOpt = None
+    presence_penalty: PresencePenaltyOpt = None
+    frequency_penalty: FrequencyPenaltyOpt = None
+    repetition_penalty: RepetitionPenaltyOpt = None
     seed: SeedOpt = None
     stop: StopOpt = None
     special_tokens: SpecialTokensOpt = False

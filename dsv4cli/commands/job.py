@@ -254,7 +254,7 @@ def open_job(
         think=options.think,
         special_tokens=options.special_tokens,
         limits=limits,
-        sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed),
+        sampling=source.sampling.chosen(options.temperature, options.top_p, options.seed, vars(options)),
         drafting=drafting,
         execution=Execution(options.dtype, options.exact, options.backend, memory),
         process=LocalProcess(options.device, compiler=compiler),

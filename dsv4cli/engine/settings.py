@@ -3,10 +3,12 @@
 import math
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from secrets import randbelow
-from typing import Self
+from types import MappingProxyType
+from typing import Any, Self
 
 from dsv4cli.errors import UsageError
 
@@ -22,6 +24,9 @@ LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0
 MOST_DRAFTS = 7
 DRAFT_REMEDY = f"use auto, off or a number from 1 to {MOST_DRAFTS}"
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
+# fields of `Sampling` that are set by name, besides temperature, top_p and seed
+MORE_SAMPLING = ("top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
@@ -111,10 +116,18 @@ class Sampling:
         """Return a copy with the seed of the answer `number` places after this one."""
         return replace(self, seed=(self.seed + number) % (MAX_SEED + 1))
 
-    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> Self:
-        """Return a copy with the values that are not None, and with a random seed if `seed` is None."""
+    def chosen(
+        self, temperature: float | None, top_p: float | None, seed: int | None, more: Mapping[str, Any] = NOTHING
+    ) -> Self:
+        """Return a copy with the values that are not None, and with a random seed if `seed` is None.
+
+        Args:
+            more: values of fields in `MORE_SAMPLING`, by name; may have others, which are ignored.
+        """
+        others = {name: more[name] for name in MORE_SAMPLING if more.get(name) is not None}
         return replace(
             self,
+            **others,
             temperature=self.temperature if temperature is None else temperature,
             top_p=self.top_p if top_p is None else top_p,
             seed=randbelow(MAX_SEED + 1) if seed is None else seed,

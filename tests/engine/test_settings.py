@@ -1,5 +1,7 @@
 """What a user can choose is checked when it is chosen."""
 
+from dataclasses import replace
+
 import pytest
 
 from dsv4cli.engine.checkpoint.generation_config import own_sampling
@@ -99,6 +101,10 @@ def test_a_device_that_is_called_so_nowhere(name):
         ('{"do_sample": false, "temperature": 0.6}', Sampling(0.0, 1.0)),
         ('{"do_sample": null, "temperature": null, "top_p": null}', Sampling(1.0, 1.0)),
         ('{"temperature": null, "top_p": 0.95}', Sampling(1.0, 0.95)),
+        (
+            '{"top_k": 50, "min_p": 0.1, "repetition_penalty": 1.05}',
+            Sampling(top_k=50, min_p=0.1, repetition_penalty=1.05),
+        ),
     ],
 )
 def test_what_a_model_asks_for(tmp_path, text, sampling):
@@ -116,11 +122,12 @@ def test_what_a_model_asks_for(tmp_path, text, sampling):
         '{"temperature": "warm"}',
         '{"top_p": [1]}',
         '{"temperature": true}',
+        '{"top_k": 1.5}',
         "\udcff",
         "[" * 100_000,
         '{"temperature": 1' + "0" * 400 + "}",
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_a_generation_config_that_cannot_be_used(tmp_path, text):
     (tmp_path / "generation_config.json").write_bytes(text.encode(errors="surrogateescape"))
@@ -132,6 +139,9 @@ def test_what_is_given_is_chosen():
     own = Sampling(0.6, 0.95)
     assert own.chosen(None, None, 3) == Sampling(0.6, 0.95, 3)
     assert own.chosen(0.0, 0.5, 3) == Sampling(0.0, 0.5, 3)
+    more = {"top_k": 0, "min_p": 0.1, "presence_penalty": None, "repetition_penalty": 1.5, "unknown": 3}
+    expected = Sampling(0.6, 0.95, 3, top_k=0, min_p=0.1, frequency_penalty=0.5, repetition_penalty=1.5)
+    assert replace(own, top_k=7, frequency_penalty=0.5).chosen(None, None, 3, more) == expected
     assert len({own.chosen(None, None, None).seed for _ in range(4)}) > 1
     assert Sampling(0.6, 0.95, logit_bias=((1, 2.0),)).chosen(0.0, None, 3) == Sampling(0.0, 0.95, 3, ((1, 2.0),))
 

@@ -2,11 +2,11 @@
 
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -104,7 +104,8 @@ def chat(
     out = Output(environment.colours, quiet=quiet and not _on_terminal())
     loading, state = Output(environment.colours, quiet=quiet), state_folder(environment.state_home)
     _check(options.device, environment.torchrun, question)
-    choices = SessionChoices(options.model, options.think, options.temperature, options.top_p, url)
+    known: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(SessionChoices)}
+    choices = SessionChoices(**known | {"url": url})
     given = given_choices(context, choices)
     if "model" in given and url is None:
         given["url"] = None  # --model without --url selects a local model, even if the session used a server

@@ -30,13 +30,18 @@ def state_folder(state_home: Path | None) -> Path:
 
 @dataclass(frozen=True)
 class SessionChoices:
-    """Settings of a session. temperature and top_p: None for the model's own. url: None for a model in this process."""
+    """Settings of a session. url: None for a model in this process; sampling parameters: None for the model's own."""
 
     model: str = "nano"
     think: str = "off"
     temperature: float | None = None
     top_p: float | None = None
     url: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
 
 
 def _check_choices(value: Any) -> SessionChoices:
@@ -44,7 +49,7 @@ def _check_choices(value: Any) -> SessionChoices:
     from dsv4cli.engine.settings import Sampling
 
     one = SessionChoices(**value)
-    Sampling().chosen(one.temperature, one.top_p, 0)
+    Sampling().chosen(one.temperature, one.top_p, 0, vars(one))
     if not (isinstance(one.model, str) and isinstance(one.think, str) and isinstance(one.url, str | None)):
         raise ValueError("the model, the thinking level or the URL is not a string")
     return one

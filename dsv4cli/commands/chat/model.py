@@ -87,7 +87,7 @@ class Models:
             )
         before, source, choices = self.job, resolve_model(name), chat.session.choices
         check_drafter(source, before.drafting)
-        sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed)
+        sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed, vars(choices))
         after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)
         _ = after.dialogue  # raises before the current model is freed
         chat.interrupts.leaving = True  # while no model is loaded, an error quits

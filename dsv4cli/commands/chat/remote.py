@@ -42,7 +42,7 @@ class ServerModels:
         self._client = ApiClient(url, key)
         self._limits = Limits(options.max_tokens, stops=tuple(options.stop or ()))
         self.name = options.model
-        self.sampling = RemoteSampling().chosen(options.temperature, options.top_p, options.seed)
+        self.sampling = RemoteSampling().chosen(options.temperature, options.top_p, options.seed, vars(options))
 
     def __enter__(self) -> "ServerModels":
         return self

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
@@ -9,6 +10,11 @@ from dsv4cli.errors import UsageError
 SETTINGS: Mapping[str, type[int] | type[float]] = {
     "temperature": float,
     "top-p": float,
+    "top-k": int,
+    "min-p": float,
+    "presence-penalty": float,
+    "frequency-penalty": float,
+    "repetition-penalty": float,
     "seed": int,
     "max-tokens": int,
     "think-budget": int,
@@ -74,15 +80,12 @@ def _set(chat: Chat, name: str, value: str) -> None:
     elif name == "think-budget":
         chat.think_budget = check_budget(int(number))
     else:
-        chat.sampling = chat.sampling.chosen(
-            number if name == "temperature" else None,
-            number if name == "top-p" else None,
-            int(number) if name == "seed" else chat.sampling.seed,
-        )
-        if name == "temperature":
-            chat.choose(replace(chat.session.choices, temperature=number))
-        elif name == "top-p":
-            chat.choose(replace(chat.session.choices, top_p=number))
+        field = name.replace("-", "_")
+        given: dict[str, Any] = {field: number}
+        seed = int(number) if name == "seed" else chat.sampling.seed
+        chat.sampling = chat.sampling.chosen(given.get("temperature"), given.get("top_p"), seed, given)
+        if name != "seed":
+            chat.choose(replace(chat.session.choices, **given))
 
 
 def _setting(chat: Chat, name: str) -> object:

@@ -93,13 +93,15 @@ def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
 def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
     """Return the settings that affect the results, except the model and the questions."""
     from dsv4cli.engine.evaluation.judge import RULES
+    from dsv4cli.engine.settings import MORE_SAMPLING, Sampling
 
-    sampling, limits = job.sampling, job.limits
+    sampling, usual, limits = job.sampling, Sampling(), job.limits
     return {
         "think": job.think,
         "choices": "answer" if given.by_answer else "likelihood",
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        **{name: getattr(sampling, name) for name in MORE_SAMPLING if getattr(sampling, name) != getattr(usual, name)},
         "seed": sampling.seed,
         "max_tokens": limits.max_tokens,
         "max_context": limits.max_context,

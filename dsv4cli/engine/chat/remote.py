@@ -1,7 +1,7 @@
 """A conversation with a model on a server, over OpenAI's API. Does not import torch."""
 
 import json
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -11,7 +11,7 @@ from dsv4cli.engine.chat.answer import Pieces
 from dsv4cli.engine.chat.api_client import ApiClient, NoAnswer, StreamEnded
 from dsv4cli.engine.chat.dropping import answer_room, messages_to_drop
 from dsv4cli.engine.chat.remote_answer import RemoteAnswer
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import MORE_SAMPLING, NOTHING, Limits, Sampling
 from dsv4cli.engine.text.prompt import Message, without_tools
 from dsv4cli.errors import AnswerLost, ServerError, UsageError
 
@@ -32,11 +32,13 @@ class RemoteSampling(Sampling):
 
     given: frozenset[str] = frozenset()
 
-    def chosen(self, temperature: float | None, top_p: float | None, seed: int | None) -> Self:
+    def chosen(
+        self, temperature: float | None, top_p: float | None, seed: int | None, more: Mapping[str, Any] = NOTHING
+    ) -> Self:
         """Return what `Sampling.chosen` does, and record which parameters are given."""
-        values = {"temperature": temperature, "top_p": top_p}
+        values = {"temperature": temperature, "top_p": top_p} | {name: more.get(name) for name in MORE_SAMPLING}
         given = self.given | {name for name, value in values.items() if value is not None}
-        return replace(super().chosen(temperature, top_p, seed), given=given)
+        return replace(super().chosen(temperature, top_p, seed, more), given=given)
 
 
 Reply = Generator[tuple[RemoteAnswer, Pieces], None, None]

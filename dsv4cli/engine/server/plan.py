@@ -10,7 +10,15 @@ from dsv4cli.engine.server.answer_format import ANY_SHAPE, AnswerFormat
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
-from dsv4cli.engine.settings import MIN_TEMPERATURE, MOST_BIAS, Limits, Sampling
+from dsv4cli.engine.settings import (
+    LEAST_REPETITION,
+    MIN_TEMPERATURE,
+    MOST_BIAS,
+    MOST_PENALTY,
+    MOST_REPETITION,
+    Limits,
+    Sampling,
+)
 from dsv4cli.errors import UsageError
 
 MOST_CHOICES = 64
@@ -92,7 +100,15 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
     seed = fields.integer("seed")
     if top_p == 0:
         temperature, top_p = 0.0, 1.0  # greedy
-    sampling = service.usual.sampling.chosen(temperature, top_p, service.seed(seed))
+    top_k = fields.whole("top_k", -1)
+    more = {
+        "top_k": 0 if top_k == -1 else top_k,  # as vLLM
+        "min_p": fields.number("min_p", 0, 1),
+        "presence_penalty": fields.number("presence_penalty", -MOST_PENALTY, MOST_PENALTY),
+        "frequency_penalty": fields.number("frequency_penalty", -MOST_PENALTY, MOST_PENALTY),
+        "repetition_penalty": fields.number("repetition_penalty", LEAST_REPETITION, MOST_REPETITION),
+    }
+    sampling = service.usual.sampling.chosen(temperature, top_p, service.seed(seed), more)
     return replace(sampling, logit_bias=_biases(fields, service))
 
 

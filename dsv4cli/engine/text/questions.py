@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.settings import Limits, Sampling
+from dsv4cli.engine.settings import MORE_SAMPLING, Limits, Sampling
 from dsv4cli.engine.text.inputs import BadLine, asked_in, read_lines
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.errors import UsageError
@@ -19,8 +19,6 @@ _CHAT = {"messages", "tools", "prompt"}
 _IDLE = {"model", "user", "metadata", "store", "service_tier", "stream", "stream_options", "parallel_tool_calls"}
 # unsupported keys that would affect the answer, with the value at which they do not
 _NEUTRAL: Mapping[str, object] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
     "logit_bias": {},
     "tool_choice": "auto",
     "response_format": {"type": "text"},
@@ -48,6 +46,11 @@ class Question:
     labels: dict[str, Any] = field(default_factory=dict)
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
     stops: tuple[str, ...] | None = None
@@ -60,7 +63,11 @@ class Question:
         Args:
             usual: the parameters for the first answer of the first line.
         """
-        chosen = usual.chosen(self.temperature, self.top_p, usual.seed if self.seed is None else self.seed)
+        seed, more = (
+            usual.seed if self.seed is None else self.seed,
+            {name: getattr(self, name) for name in MORE_SAMPLING},
+        )
+        chosen = usual.chosen(self.temperature, self.top_p, seed, more)
         return sample_of(chosen, sample).plus(0 if self.seed is not None else self.index)
 
     def limits(self, usual: Limits) -> Limits:
@@ -169,6 +176,20 @@ def check_samples(count: int) -> None:
 _WISHES: Mapping[str, tuple[str, Any]] = {
     "temperature": ("temperature", _number("temperature", lambda value: Sampling(temperature=value))),
     "top_p": ("top_p", _number("top_p", lambda value: Sampling(top_p=value))),
+    "top_k": ("top_k", _count("top_k", lambda value: Sampling(top_k=value))),
+    "min_p": ("min_p", _number("min_p", lambda value: Sampling(min_p=value))),
+    "presence_penalty": (
+        "presence_penalty",
+        _number("presence_penalty", lambda value: Sampling(presence_penalty=value)),
+    ),
+    "frequency_penalty": (
+        "frequency_penalty",
+        _number("frequency_penalty", lambda value: Sampling(frequency_penalty=value)),
+    ),
+    "repetition_penalty": (
+        "repetition_penalty",
+        _number("repetition_penalty", lambda value: Sampling(repetition_penalty=value)),
+    ),
     "seed": ("seed", _count("seed", lambda value: Sampling(seed=value))),
     "max_tokens": ("max_tokens", _count("max_tokens", lambda value: Limits(max_tokens=value))),
     "max_completion_tokens": ("max_tokens", _count("max_completion_tokens", lambda value: Limits(max_tokens=value))),

@@ -170,8 +170,8 @@ def test_commands_change_the_conversation(chat, tmp_path):
 
 def test_a_retry_draws_anew(chat):
     done = chat("/set", "one", "/set seed", "/set", answers=("1",))
-    assert "seed          1\n" in done.out
-    assert "seed          2\n" in done.out
+    assert "seed                1\n" in done.out
+    assert "seed                2\n" in done.out
     assert "\nseed: 2\n" in done.err
 
 

@@ -207,7 +207,7 @@ def test_a_journal_that_cannot_be_read_is_listed_as_such(chat, tmp_path):
 
 
 def test_continue_keeps_model_thinking_and_temperature(chat, dsv4):
-    chat("one", "/set top-p=0.8", answers=("1",), options=("--think", "high", "--temperature", "0.5"))
+    chat("one", "/set top-p=0.8", "/set top-k=6", answers=("1",), options=("--think", "high", "--temperature", "0.5"))
 
     def go_on(*options):
         speak(dsv4.patch, says("Yes."))
@@ -215,11 +215,11 @@ def test_continue_keeps_model_thinking_and_temperature(chat, dsv4):
         done = dsv4("chat", "--continue", *options, stdin=text)
         assert done.code == 0
         said = dict(line.split(": ") for line in done.err.splitlines() if line.startswith(("model", "thinking")))
-        numbers = dict(line.split() for line in done.out.splitlines()[-5:] if " " in line)
-        return said["model"], said["thinking"], numbers["temperature"], numbers["top-p"]
+        numbers = dict(line.split() for line in done.out.splitlines()[-10:] if " " in line)
+        return said["model"], said["thinking"], *(numbers[name] for name in ("temperature", "top-p", "top-k"))
 
-    assert go_on() == (SMALL, "high", "0.5", "0.8")
-    assert go_on("--think", "off", "--temperature", "0", "--model", OTHER) == (OTHER, "off", "0.0", "0.8")
+    assert go_on() == (SMALL, "high", "0.5", "0.8", "6")
+    assert go_on("--think", "off", "--temperature", "0", "--model", OTHER) == (OTHER, "off", "0.0", "0.8", "6")
 
 
 def test_a_model_that_is_gone_is_named_with_a_way_on(chat, dsv4, tmp_path):

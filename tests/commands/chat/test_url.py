@@ -61,14 +61,24 @@ def test_lines_are_questions_and_the_server_is_asked_as_openai_has_it(chat, serv
 
 def test_what_is_chosen_is_sent(chat, server):
     options = ("--temperature", "0.5", "--think", "high", "--stop", "X", "--max-tokens", "9", "--seed", "3")
-    chat("a", "/set top-p=0.25", "/set max-tokens=7", "/think off", "b", options=(*options, "--system", "Be brief."))
+    options = (*options, "--min-p", "0.1", "--repetition-penalty", "1.5")
+    chat(
+        "a",
+        "/set top-p=0.25",
+        "/set max-tokens=7",
+        "/set top-k=4",
+        "/think off",
+        "b",
+        options=(*options, "--system", "Be brief."),
+    )
     first, second = server.bodies
     assert spoken(first) == [("system", "Be brief."), ("user", "a")]
     assert [first[name] for name in ("temperature", "reasoning_effort", "stop", "max_tokens", "seed")] == [
         0.5, "high", ["X"], 9, 3,
     ]  # fmt: skip
     assert first["chat_template_kwargs"] == {"thinking": True}
-    assert "top_p" not in first
+    assert not first.keys() & {"top_p", "top_k", "presence_penalty"}
+    assert (first["min_p"], first["repetition_penalty"], second["min_p"], second["top_k"]) == (0.1, 1.5, 0.1, 4)
     assert [second[name] for name in ("temperature", "top_p", "reasoning_effort", "max_tokens")] == [
         0.5,
         0.25,
@@ -245,7 +255,7 @@ def test_a_key_without_a_server(dsv4, tmp_path):
 def test_commands_that_tell(chat):
     done = chat("a", "/set", "/tokens ab", "/tokens", "/context", "/stats")
     assert done.code == 0
-    assert "temperature   the server's own" in done.out
+    assert "temperature         the server's own" in done.out
     assert "2 tokens: 97 98" in done.out
     assert "5  total" in done.out
     assert "5 of 4,096 tokens used, 4,091 left" in done.out

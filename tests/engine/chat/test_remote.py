@@ -75,11 +75,12 @@ def test_what_is_sent_is_what_was_chosen(server):
     for sampling, sent in (
         (RemoteSampling(), {}),
         (RemoteSampling().chosen(None, 0.5, None).chosen(0.25, None, 1), {"temperature": 0.25, "top_p": 0.5}),
+        (RemoteSampling().chosen(None, None, 1, {"top_k": 7, "min_p": None}), {"top_k": 7}),
         (Sampling(0.75, 1.0), {"temperature": 0.75, "top_p": 1.0}),
     ):
         list(conversation(server).reply([user("x")], sampling))
         body = server.bodies.pop()
-        assert {name: body[name] for name in ("temperature", "top_p") if name in body} == sent
+        assert {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in body} == sent
 
 
 def test_a_server_is_asked_to_count_only_where_there_may_be_too_many(server):

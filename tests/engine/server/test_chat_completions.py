@@ -460,8 +460,8 @@ def test_what_stands_before_a_question_is_held_and_so_is_the_question(nano):
 
 def test_an_unknown_field_is_ignored_and_logged_once(nano):
     for _ in range(2):
-        nano.chat("Hi", max_tokens=1, frequency_penalty=0.1, user="me")
-    assert nano.lines.count("ignoring the unknown field frequency_penalty") == 1
+        nano.chat("Hi", max_tokens=1, top_a=0.1, user="me")
+    assert nano.lines.count("ignoring the unknown field top_a") == 1
     assert not any("user" in line for line in nano.lines)
 
 
@@ -491,6 +491,12 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
         ({"temperature": -1}, "temperature", "expected a number from 0"),
         ({"temperature": True}, "temperature", "expected a number"),
         ({"top_p": 1.5}, "top_p", "from 0 to 1"),
+        ({"top_k": -2}, "top_k", "of -1 or more"),
+        ({"top_k": 1.5}, "top_k", "whole number"),
+        ({"min_p": 1.5}, "min_p", "from 0 to 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty", "from -2 to 2"),
+        ({"frequency_penalty": "a"}, "frequency_penalty", "from -2 to 2"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100"),
         ({"max_tokens": 0}, "max_tokens", "of 1 or more"),
         ({"max_tokens": 1.5}, "max_tokens", "whole number"),
         ({"n": 0}, "n", "from 1 to 64"),

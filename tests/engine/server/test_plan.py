@@ -25,5 +25,10 @@ def test_the_servers_defaults_apply_to_every_field_that_a_body_does_not_set():
     assert sampling_of(Fields({}), service) == replace(usual, seed=3)
     assert sampling_of(Fields({"temperature": 0.2, "seed": 8}), service) == replace(usual, temperature=0.2, seed=8)
     assert sampling_of(Fields({"top_p": 0}), service) == replace(usual, temperature=0.0, top_p=1.0, seed=3)
+    more = {"top_k": 5, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.5}
+    assert sampling_of(Fields(more), service) == replace(usual, seed=3, **more)
+    usual = replace(usual, top_k=9)
+    service.usual.sampling = usual
+    assert sampling_of(Fields({"top_k": -1}), service) == replace(usual, top_k=0, seed=3)
     biased = sampling_of(Fields({"logit_bias": {"4": -1.5}}), service)
     assert biased == replace(usual, seed=3, logit_bias=((4, -1.5),))

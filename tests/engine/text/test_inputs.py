@@ -84,7 +84,11 @@ BATCH = {
         "stop": "\n",
         "n": 2,
         "stream": False,
-        "presence_penalty": 0.0,
+        "presence_penalty": 0,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.1,
+        "top_k": 5,
+        "min_p": 0.25,
         "response_format": {"type": "text"},
         "user": "me",
     },
@@ -97,6 +101,7 @@ def test_a_batch_request(tmp_path):
     [batch, plain], bad = read_questions(path, None)
     assert bad == []
     wishes = {"temperature": 0.0, "top_p": 0.5, "seed": 3, "max_tokens": 7, "stops": ("\n",), "samples": 2}
+    wishes |= {"presence_penalty": 0.0, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "top_k": 5, "min_p": 0.25}
     assert batch == Question(2, 0, TALK, {"custom_id": "a-1"}, model="gpt-4o", **wishes)
     assert plain == Question(3, 1, from_prompt("hi", None), {"id": 5}, stops=("a", "b"))
 
@@ -105,8 +110,8 @@ def test_what_a_line_does_not_choose_is_the_commands(tmp_path):
     usual, limits = Sampling(0.6, 0.9, 100), Limits(50, 400, 8, 1, ("x",))
     free = Question(9, 4, TALK)
     assert (free.sampling(usual, 0), free.limits(limits)) == (Sampling(0.6, 0.9, 104), limits)
-    own = Question(9, 4, TALK, temperature=0.0, seed=7, max_tokens=3, stops=())
-    assert own.sampling(usual, 0) == Sampling(0.0, 0.9, 7)
+    own = Question(9, 4, TALK, temperature=0.0, seed=7, max_tokens=3, stops=(), top_k=5, repetition_penalty=1.1)
+    assert own.sampling(usual, 0) == Sampling(0.0, 0.9, 7, top_k=5, repetition_penalty=1.1)
     assert own.limits(limits) == Limits(3, 400, 8, 1, ())
     seeds = {free.sampling(usual, sample).seed for sample in range(500)}
     assert len(seeds) == 500
@@ -120,6 +125,10 @@ def test_what_a_line_does_not_choose_is_the_commands(tmp_path):
         ({"extra": 1}, "unknown key 'extra' next to body"),
         ({"custom_id": [1]}, '"custom_id" is neither a string nor a number'),
         ({"body": {"messages": TALK, "temperature": -1}}, '"temperature" cannot be -1'),
+        ({"body": {"messages": TALK, "presence_penalty": 3}}, '"presence_penalty" cannot be 3'),
+        ({"body": {"messages": TALK, "repetition_penalty": 0}}, '"repetition_penalty" cannot be 0'),
+        ({"body": {"messages": TALK, "top_k": 1.5}}, '"top_k" is not a whole number'),
+        ({"body": {"messages": TALK, "min_p": 2}}, '"min_p" cannot be 2'),
         ({"body": {"messages": TALK, "temperature": True}}, '"temperature" is not a number'),
         ({"body": {"messages": TALK, "max_tokens": 0}}, '"max_tokens" cannot be 0'),
         ({"body": {"messages": TALK, "seed": 1.5}}, '"seed" is not a whole number'),
