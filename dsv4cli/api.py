@@ -16,7 +16,7 @@ from dsv4cli.engine.chat.shared_engine import SharedConversation, SharedEngine
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
-from dsv4cli.engine.compiling.demand import WAYS, demand_of
+from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
@@ -162,7 +162,7 @@ class Model:
             yield
             return
         identity = self._source.identity
-        samplings = [self._source.sampling, *WAYS]
+        samplings = [self._source.sampling, *SAMPLING_KINDS]
         free = found_memory(self._device, memory)
         demand = demand_of(
             identity.config, identity.formats, numerics, limits, samplings, drafting, None, sequences=load.batch,

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.harmless import LONGEST_WORD, brief_line, harmless, harmless_line
-from dsv4cli.progress import LineClock, WorkProgress, bar, told_regularly
+from dsv4cli.progress import LineClock, WorkProgress, bar, reported_regularly
 
 # ECMA-48: select graphic rendition
 BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
@@ -175,7 +175,7 @@ class Output:
     @contextmanager
     def _lines(self, label: str, amount: Callable[[float], str]) -> Iterator[WorkProgress]:
         progress = WorkProgress(label, amount, duration_text)
-        with nullcontext() if self.silent else told_regularly(progress, self._told):
+        with nullcontext() if self.silent else reported_regularly(progress, self._told):
             yield progress
 
     def _told(self, text: str) -> bool:

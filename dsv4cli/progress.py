@@ -69,7 +69,7 @@ class WorkProgress:
 
 
 @contextmanager
-def told_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Iterator[None]:
+def reported_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Iterator[None]:
     """Report progress every 30 seconds from another thread, until the block ends or `tell` returns False."""
     ended = threading.Event()
 

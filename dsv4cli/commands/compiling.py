@@ -60,7 +60,7 @@ def early_compiler(options: ModelOptions) -> "Popen[str] | None":
 
 
 @contextmanager
-def compiled_meanwhile(
+def compiled_in_background(
     out: Output, demand: "Demand", device: "torch.device", process: "Popen[str] | None"
 ) -> Iterator[NoCompilation]:
     """Compile the kernels of a demand in the background, unless Triton's cache has them, and load them.

@@ -7,7 +7,7 @@ from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from dsv4cli.commands.compiling import NoCompilation, compiled_meanwhile
+from dsv4cli.commands.compiling import NoCompilation, compiled_in_background
 from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
@@ -134,32 +134,32 @@ class Job:
         return resolve_backend(self.execution.backend, self.device)
 
     @contextmanager
-    def model(self, prompts: Sequence[int] | None = None, *, drawn: bool = True) -> "Iterator[Transformer]":
+    def model(self, prompts: Sequence[int] | None = None, *, sampled: bool = True) -> "Iterator[Transformer]":
         """Load the model on its device, and select its backend inside the block. Missing kernels compile meanwhile.
 
         A terminal shows progress.
 
         Args:
             prompts: Length of each prompt in tokens; None if unknown.
-            drawn: Whether tokens will be sampled.
+            sampled: Whether tokens will be sampled.
         """
         from dsv4cli.engine.system.backend import use
 
-        with use(self.kernels), self._compiled(prompts, drawn) as compiled:
-            model = self._load(compiled.note, prompts, drawn)
+        with use(self.kernels), self._compiled(prompts, sampled) as compiled:
+            model = self._load(compiled.note, prompts, sampled)
             self.process.loaded()
             compiled.finish()
             yield model
 
     @contextmanager
-    def _compiled(self, prompts: Sequence[int] | None, drawn: bool) -> "Iterator[NoCompilation]":
+    def _compiled(self, prompts: Sequence[int] | None, sampled: bool) -> "Iterator[NoCompilation]":
         """Compile Triton kernels in the background, if the backend needs them and this is the rank to do so."""
         world, clients = self.process.world, self.clients
         if self.kernels != "triton" or (world is not None and world.rank):
             yield NoCompilation()
             return
         from dsv4cli.engine.compiling.compile_ahead import found_memory
-        from dsv4cli.engine.compiling.demand import WAYS, demand_of
+        from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
         ranks = world.size if world else 1
@@ -168,19 +168,19 @@ class Job:
             self.source.identity.formats,
             self.execution.numerics,
             self.limits,
-            [self.sampling] if clients.number == 1 else [self.sampling, *WAYS],
+            [self.sampling] if clients.number == 1 else [self.sampling, *SAMPLING_KINDS],
             self.drafting,
             prompts,
             ranks=ranks,
             sequences=clients.number,
-            drawn=drawn,
+            sampled=sampled,
             cache_memory=clients.cache_memory,
             memory=found_memory(self.device, self.execution.memory or MemoryLimits(), ranks),
         )
-        with compiled_meanwhile(self.out, demand, self.device, self.process.compiler) as compiled:
+        with compiled_in_background(self.out, demand, self.device, self.process.compiler) as compiled:
             yield compiled
 
-    def _load(self, note: Callable[[], str], prompts: Sequence[int] | None, drawn: bool) -> "Transformer":
+    def _load(self, note: Callable[[], str], prompts: Sequence[int] | None, sampled: bool) -> "Transformer":
         from dsv4cli.engine.checkpoint.names import BUILT_IN
         from dsv4cli.engine.checkpoint.source import RandomSource
         from dsv4cli.engine.parallel.world import SINGLE
@@ -190,11 +190,11 @@ class Job:
 
         device, process = self.device, self.process
         if process.followers is not None:
-            process.followers.tell([])  # the followers load at the same time
+            process.followers.send_orders([])  # the followers load at the same time
         start = perf_counter()
         load = workload_of(
             self.source.identity.config, self.limits, prompts,
-            sequences=self.clients.number, drawn=drawn, cache_memory=self.clients.cache_memory,
+            sequences=self.clients.number, sampled=sampled, cache_memory=self.clients.cache_memory,
         )  # fmt: skip
         with self.out.progress("loading", note) as progress:
             model = load_model(

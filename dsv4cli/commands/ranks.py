@@ -117,10 +117,10 @@ def follow_leader(job: Job, world: "World") -> None:
     from dsv4cli.engine.runtime.follower import follow
 
     with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-        if world.hear() is None:  # the leader has nothing to compute
+        if world.receive_orders() is None:  # the leader has nothing to compute
             return
         with job.model() as model, nullcontext() if job.plan is None else job.plan.observed(model, world.rank):
-            follow(model, job.device, world.hear)
+            follow(model, job.device, world.receive_orders)
 
 
 def check_shares(job: Job, size: int) -> None:

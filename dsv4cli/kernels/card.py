@@ -63,11 +63,11 @@ def is_there(device: torch.device) -> bool:
 
 def card_of(device: torch.device) -> Card:
     """Return the device's card: the one set by `described`, otherwise the real one."""
-    return _described.get() or asked(device)
+    return _described.get() or real_card(device)
 
 
 @cache
-def asked(device: torch.device) -> Card:
+def real_card(device: torch.device) -> Card:
     """Query the properties of a real GPU."""
     capability = (0, 0) if torch.version.hip is not None else torch.cuda.get_device_capability(device)
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)

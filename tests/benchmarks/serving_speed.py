@@ -72,7 +72,8 @@ def alone(bench: Bench, tokens: int) -> float:
 
 def decoding(bench: Bench, steps: int = 40) -> tuple[list[Request], float]:
     """Requests that decode for as long as is needed, and seconds of their step."""
-    requests = [bench.request(200, 100_000 if bench.engine.room is None else 2000) for _ in range(DECODING)]
+    count = 100_000 if bench.engine.max_request_tokens is None else 2000
+    requests = [bench.request(200, count) for _ in range(DECODING)]
     for request in requests:
         bench.engine.add(request)
     while not all(request.decodes for request in requests):
@@ -226,7 +227,7 @@ def main() -> None:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         say(world, f"{asked.model} on {name}, {world.size} of it, loaded in {perf_counter() - begin:.1f} s")
         if world.rank:
-            follow(model, device, world.hear)
+            follow(model, device, world.receive_orders)
             return
         with engine(model, device, world, asked) as one:
             measure(Bench(one, model.config.vocab_size), world, asked)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.commands import compiling, job
-from dsv4cli.commands.compiling import NoCompilation, compiled_meanwhile, early_compiler, report_compiled
+from dsv4cli.commands.compiling import NoCompilation, compiled_in_background, early_compiler, report_compiled
 from dsv4cli.commands.job import Job, LocalProcess, open_job
 from dsv4cli.engine.compiling import card, compile_ahead
 from dsv4cli.engine.compiling.pool import Counts
@@ -28,7 +28,7 @@ def asked(monkeypatch):
         found.append((demand, device))
         yield NoCompilation()
 
-    monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
+    monkeypatch.setattr(job, "compiled_in_background", meanwhile)
     monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: FreeMemory(10**12, 10**12))
     monkeypatch.setattr(Job, "kernels", "triton")
     monkeypatch.setattr(Job, "_load", lambda job, note, prompts, drawn: f"a model{note()}")
@@ -49,7 +49,7 @@ def test_a_run_compiles_for_its_prompt(asked):
 
 def test_a_conversation_and_scores_compile_for_theirs(asked):
     for prompts, drawn in ((None, True), ([5, 6], False)):
-        with opened(max_context=9000).model(prompts, drawn=drawn):
+        with opened(max_context=9000).model(prompts, sampled=drawn):
             pass
     (conversation, _), (scores, _) = asked
     assert (conversation.length, conversation.longest) == (None, (8192, 9000))
@@ -87,7 +87,7 @@ def test_people_are_told_what_was_compiled_and_what_was_not(monkeypatch, capsys)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(compile_ahead, "Compilation", lambda *given: nullcontext(Compilation(*given)))
     monkeypatch.setattr(compiling, "perf_counter", iter((1.0, 3.0)).__next__)
-    with compiled_meanwhile(Output(Colours()), None, None, "waits") as meanwhile:  # type: ignore[arg-type]
+    with compiled_in_background(Output(Colours()), None, None, "waits") as meanwhile:  # type: ignore[arg-type]
         assert meanwhile.note() == ", 3 of 3 kernels compiled"
         meanwhile.finish()
     assert capsys.readouterr().err == (

@@ -56,7 +56,7 @@ class Knowing:
     def __init__(self, own: Drafter, engine: Engine, texts: Sequence[list[int]], mistake: Mistake) -> None:
         """texts: of each request, by its number, the prompt and its answer."""
         self.own, self._engine, self._texts, self._mistake = own, engine, texts, mistake
-        self.name, self.most, self.usual, self.reads_next = own.name, own.most, own.usual, own.reads_next
+        self.name, self.most, self.default, self.reads_next = own.name, own.most, own.default, own.reads_next
         self.absorb = own.absorb
 
     def draft(self, newest, count, choose) -> Drafts:

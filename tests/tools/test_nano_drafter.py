@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
-from dsv4cli.engine.runtime.drafts.drafters import Drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import Drafts, default_drafts
 from dsv4cli.engine.weights.load import load_model
 from tests.support.slow import slow
 from tools.nano import acceptance, pool, train_drafter
@@ -65,7 +65,7 @@ def trunk() -> dict[str, torch.Tensor]:
 )
 def test_the_same_drafts_in_fp32(name, simulate, tmp_path):
     # the context is one token, the window but one, the window, and more
-    ids, places, size = tokens(150), [1, 127, 128, 129], usual_drafts(twin_of(name).config)
+    ids, places, size = tokens(150), [1, 127, 128, 129], default_drafts(twin_of(name).config)
     export_drafter(parameters(name), MODELS[name].values, NANO, tmp_path)
     net = load_model(FolderSource(name, tmp_path), Numerics(torch.float32, simulate))
     given = ids[0].tolist()
@@ -111,7 +111,7 @@ def test_the_trunk_is_that_of_nano_byte_for_byte(name, tmp_path):
 def test_gradients_reach_all_of_the_drafter(name):
     found = {key: tensor.requires_grad_(not key.endswith("bias")) for key, tensor in parameters(name).items()}
     ids = tokens(300)
-    blocks = Blocks.choose(ids, torch.ones_like(ids, dtype=torch.bool), 40, usual_drafts(twin_of(name).config))
+    blocks = Blocks.choose(ids, torch.ones_like(ids, dtype=torch.bool), 40, default_drafts(twin_of(name).config))
     twin, mode, given = twin_of(name), Mode(True, sparse=True), trunk()
     seen = twin.see(given, ids, mode)
     working = working_weights(found, table_of(name), Rounding(True, True), torch.float32)

@@ -14,7 +14,7 @@ from dsv4cli.engine.model.attention import Attention
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.state import LayerCache
-from dsv4cli.engine.runtime.drafts.drafters import usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import default_drafts
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.system.device import resolve_device
@@ -82,7 +82,7 @@ class Examinee(Asking):
         found: dict[str, Acceptance] = {}
         for item, reply in self.replies(items):
             prompt = self.prompt(item)
-            one = acceptance(self.model, prompt + reply["ids"], len(prompt), usual_drafts(self.model.config))
+            one = acceptance(self.model, prompt + reply["ids"], len(prompt), default_drafts(self.model.config))
             found[kind(item)] = found[kind(item)] + one if kind(item) in found else one
         return found
 

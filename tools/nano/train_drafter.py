@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.engine.runtime.drafts.drafters import usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import default_drafts
 from tools.nano import pool
 from tools.nano.drafter import DrafterTwin
 from tools.nano.drafting import Blocks, DraftLoss, Seen, draft_loss
@@ -65,7 +65,7 @@ class Trainer:
         torch.manual_seed(arguments.seed)
         self.model = MODELS[arguments.model]
         self.config = parse_config(self.model.values, arguments.model)
-        self.size = usual_drafts(self.config)
+        self.size = default_drafts(self.config)
         self.table = parameter_table(self.config)
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         nano = parameters_of(NANO)

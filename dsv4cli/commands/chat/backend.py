@@ -20,7 +20,7 @@ class PartialAnswer(Protocol):
         """Finish reason; None while the answer is generated, and if it was stopped."""
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens sampled so far."""
 
     @property

@@ -209,10 +209,10 @@ def _plain(cell: str) -> str:
     return "".join(run.text for run in inline(cell).runs)
 
 
-def _fitted(natural: list[int], room: int) -> list[int]:
+def _fitted(natural: list[int], width: int) -> list[int]:
     """Return column widths that fit, shrinking the widest columns; empty if they cannot fit."""
     widths = [max(width, 1) for width in natural]
-    surplus = sum(widths) - room
+    surplus = sum(widths) - width
     while surplus > 0:
         widest = max(widths)
         if widest <= NARROWEST_COLUMN:

@@ -32,13 +32,13 @@ class OnCommandLine(NamedTuple):
 class ServerModels:
     """The models of a server, with one selected. Counterpart of `Models`, which loads models on this machine."""
 
-    def __init__(self, out: Output, url: str, key: str, options: ModelOptions, asked: OnCommandLine) -> None:
+    def __init__(self, out: Output, url: str, key: str, options: ModelOptions, given: OnCommandLine) -> None:
         """Raise UsageError if the URL, a limit or a sampling value is invalid."""
         from dsv4cli.engine.chat.api_client import ApiClient
         from dsv4cli.engine.chat.remote import RemoteSampling
         from dsv4cli.engine.settings import Limits
 
-        self._out, self._options, self._asked = out, options, asked
+        self._out, self._options, self._given = out, options, given
         self._client = ApiClient(url, key)
         self._limits = Limits(options.max_tokens, stops=tuple(options.stop or ()))
         self.name = options.model
@@ -66,11 +66,11 @@ class ServerModels:
                 self._client, self.name, self._options.think, self._limits, self._out.warning
             )
         except ServerError as error:
-            if not self._asked.url:
+            if not self._given.url:
                 error.remedy += "; to continue with a local model, use --model NAME"
             raise
         self._conversation = conversation
-        if self._asked.model:
+        if self._given.model:
             self._check(self.name)
         self.name, context = conversation.model, conversation.context
         size = "" if context is None else f", a context of {context:,} tokens"

@@ -14,18 +14,18 @@ class SessionStats:
         turns: Answers generated.
         prefilled: Prompt tokens computed.
         reused: Prompt tokens from the prefix cache.
-        drawn: Tokens sampled.
+        sampled: Tokens sampled.
     """
 
     turns: int = 0
     prefilled: int = 0
     reused: int = 0
-    drawn: int = 0
+    sampled: int = 0
     last: Clock = field(default_factory=Clock)
 
-    def add(self, backend: ChatBackend, drawn: int) -> None:
-        """Count a turn of `drawn` sampled tokens."""
+    def add(self, backend: ChatBackend, sampled: int) -> None:
+        """Count a turn of `sampled` sampled tokens."""
         self.turns += 1
         self.prefilled += backend.prefilled
         self.reused += backend.reused
-        self.drawn += drawn
+        self.sampled += sampled

@@ -31,7 +31,7 @@ def show_stats(chat: Chat, _: str) -> None:
     stats, last = chat.stats, chat.stats.last
     rows = [
         ["answers", f"{stats.turns:,}"],
-        ["tokens generated", f"{stats.drawn:,}"],
+        ["tokens generated", f"{stats.sampled:,}"],
         ["prompt tokens prefilled", f"{stats.prefilled:,}"],
         ["prompt tokens from the cache", f"{stats.reused:,}"],
     ]
@@ -63,14 +63,14 @@ def show_tokens(chat: Chat, text: str) -> None:
 
 def show_context(chat: Chat, _: str) -> None:
     """Print how much of the context is used."""
-    used, room = (
+    used, context = (
         chat.conversation.tokens(chat.window.messages(chat.conversation)) if chat.session.messages else 0,
         chat.conversation.context,
     )
-    if room is None:
+    if context is None:
         chat.out.line(f"{counted(used, 'token')} used; the server does not report its context limit")
     else:
-        chat.out.line(f"{used:,} of {room:,} tokens used, {max(room - used, 0):,} left")
+        chat.out.line(f"{used:,} of {context:,} tokens used, {max(context - used, 0):,} left")
     if chat.window.left_out:
         chat.out.line(
             f"the oldest {counted(chat.window.left_out, 'message')} are not in the prompt: the context is full"

@@ -33,13 +33,13 @@ class Round(NamedTuple):
 
     Attributes:
         number: Round of calls since the user's question, from 1.
-        room: Maximum tokens of one result.
+        max_tokens: Maximum tokens of one result.
         tokens: Returns an upper bound on the number of tokens of a text.
         offered: Whether tools were offered to the model.
     """
 
     number: int
-    room: int
+    max_tokens: int
     tokens: Callable[[str], int]
     offered: bool = True
 
@@ -54,8 +54,8 @@ def next_round(session: "Session", backend: "ChatBackend", calls: int) -> Round:
     asked = max(i for i, message in enumerate(messages) if message["role"] == "user")
     turn = [*(message for message in messages[:asked] if message["role"] == "system"), *messages[asked:]]
     number = sum(bool(message.get("tool_calls")) for message in messages[asked:])
-    room = max(backend.left(turn) // 2 // calls, 0)
-    return Round(number, room, backend.most_tokens, offered=bool(session.tools))
+    max_tokens = max(backend.left(turn) // 2 // calls, 0)
+    return Round(number, max_tokens, backend.most_tokens, offered=bool(session.tools))
 
 
 def read_tools(path: Path) -> "list[Tool]":
@@ -117,7 +117,7 @@ class Tools:
             self.out.status("the call has no result: no tools were offered to the model; use --tools FILE")
             return
         try:
-            if not (self._has_room(now) and self._may_go_on(now.number)):
+            if not (self._has_space(now) and self._may_go_on(now.number)):
                 return
             for call in calls:
                 content = self._result(call["function"], now)
@@ -127,10 +127,10 @@ class Tools:
         except EOFError:
             self.out.status(NOT_RUN)
 
-    def _has_room(self, now: Round) -> bool:
-        if now.room < FEWEST_TOKENS:
+    def _has_space(self, now: Round) -> bool:
+        if now.max_tokens < FEWEST_TOKENS:
             self.out.warning("the context has no space for another tool result; the answer ends here")
-        return now.room >= FEWEST_TOKENS
+        return now.max_tokens >= FEWEST_TOKENS
 
     def _may_go_on(self, number: int) -> bool:
         if not self.command or self.ask_first or number == 1 or (number - 1) % self.rounds:
@@ -208,10 +208,10 @@ class Tools:
             size: Bytes of the whole output, if `text` is only its beginning.
         """
         low, high = 0, min(len(text), MOST_CHARACTERS)
-        if now.tokens(text[:high]) > now.room:
+        if now.tokens(text[:high]) > now.max_tokens:
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if now.tokens(text[:middle]) <= now.room else (low, middle - 1)
+                low, high = (middle, high) if now.tokens(text[:middle]) <= now.max_tokens else (low, middle - 1)
         if high == len(text):
             return text
         size = max(size, len(text.encode(errors="replace")))

@@ -33,7 +33,7 @@ BURST = 0.01
 # status text by the reason why the engine ended the reasoning
 ENDED = {
     "budget": " · thinking reached its budget",
-    "room": " · thinking stopped to leave space for an answer",
+    "limit": " · thinking stopped to leave space for an answer",
     "end": " · no answer after thinking: one was requested",
 }
 
@@ -214,7 +214,7 @@ class Chat:
                     if self.view.on_terminal:
                         read = self.conversation.prefilled
                         reading.show(read, read + self.conversation.unread)
-                    while clock.tokens < answer.drawn:  # a server reports the count at the end
+                    while clock.tokens < answer.sampled:  # a server reports the count at the end
                         clock.tick(answer.prepared)
                     for kind, text in pieces:
                         renderer.push(kind, text, answer.thoughts)
@@ -226,13 +226,13 @@ class Chat:
             self.interrupts.breakable = False
             reading.show(0, 0)
             renderer.end()
-        return (answer if answer is not None and answer.drawn else None), lost
+        return (answer if answer is not None and answer.sampled else None), lost
 
     def _report(self, answer: PartialAnswer) -> None:
         """Print the status line below a turn, and a warning if the context is nearly full."""
-        drawn, conversation, clock = answer.drawn, self.conversation, self.stats.last
-        self.stats.add(conversation, drawn)
-        used = conversation.prompt_tokens + drawn
+        sampled, conversation, clock = answer.sampled, self.conversation, self.stats.last
+        self.stats.add(conversation, sampled)
+        used = conversation.prompt_tokens + sampled
         rate = f" · {clock.speed}" if clock.rate and clock.last - clock.first > BURST else ""
         per_step = None if conversation.drafts is None else conversation.drafts.tokens_per_step
         rate += f", {per_step:.1f} per step" if rate and per_step else ""

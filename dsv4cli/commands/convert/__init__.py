@@ -173,7 +173,7 @@ def _done(
 def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> None:
     """Print the plan of a dry run, after the same checks as for a conversion."""
     from dsv4cli.engine.conversion.convert import trial
-    from dsv4cli.engine.conversion.room import free_bytes
+    from dsv4cli.engine.conversion.disk_space import free_bytes
     from dsv4cli.engine.conversion.write import memory_bytes
 
     conversion.check_source()
@@ -213,7 +213,7 @@ def _plan(out: Output, conversion: "Conversion", device: Any, workers: int) -> N
     ]
     out.table(rows)
     notes(out, conversion.notes)
-    conversion.check_room()
+    conversion.check_space()
     conversion.check_writable()
 
 

@@ -110,7 +110,7 @@ def _one(
     def read() -> Asking:
         asking = build_asking(job, given, questions_of(given))
         others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
-        _tell(job, asking)
+        _report_questions(job, asking)
         return asking
 
     found = _results(job, tp, started, read)
@@ -133,16 +133,16 @@ def _both(
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
     first = build_asking(job, given, questions)
     second = build_asking(other, replace(given, out=beside(given.out)), questions)
-    _tell(job, first)
+    _report_questions(job, first)
     found = _results(job, tp, False, lambda: first)
     return None if found is None else (found, _results(other, tp, False, lambda: second))
 
 
-def _tell(job: Job, asking: Asking) -> None:
+def _report_questions(job: Job, asking: Asking) -> None:
     """Report which questions were read and how, and warn of text that looks like special tokens."""
     questions = asking.results.questions
     job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
-    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.posed for text in one.lookalikes)))
+    report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.requests for text in one.lookalikes)))
 
 
 def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:

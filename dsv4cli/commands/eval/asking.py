@@ -57,7 +57,7 @@ class ModelResults:
 class Asking(NamedTuple):
     """The requests of an evaluation, the results file, the results, and the list that receives them at the end."""
 
-    posed: "list[EvalRequest]"
+    requests: "list[EvalRequest]"
     out: Path | None
     results: ModelResults
     into: list[ModelResults]
@@ -84,10 +84,10 @@ def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
     from dsv4cli.engine.evaluation.results import ResultsFile, header_of
 
     header = header_of(job.source, questions, _settings(job, given))
-    posed = _posed(job, questions, given.by_answer)
+    requests = _eval_requests(job, questions, given.by_answer)
     if given.out is not None:
         ResultsFile(given.out, header).close()
-    return Asking(posed, given.out, ModelResults(questions, header), [])
+    return Asking(requests, given.out, ModelResults(questions, header), [])
 
 
 def _settings(job: Job, given: EvalOptions) -> dict[str, Any]:
@@ -132,34 +132,34 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
     return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
 
 
-def _posed(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalRequest]":
+def _eval_requests(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalRequest]":
     from dsv4cli.engine.evaluation.eval_request import pose
 
-    posed, bad = [], []
+    requests, bad = [], []
     for index, item in enumerate(asked.items):
         try:
-            posed.append(pose(index, item, job.dialogue, job.sampling, job.limits, by_answer))
+            requests.append(pose(index, item, job.dialogue, job.sampling, job.limits, by_answer))
         except UsageError as error:
             bad.append((item.id, error))
     if bad:
         details = [f"{id_}: {error.message}" for id_, error in bad]
         raise UsageError(f"{counted(len(bad), 'question')} of {asked.name} cannot be asked", bad[0][1].remedy, details)
-    return posed
+    return requests
 
 
 def ask_all(job: Job, asking: Asking) -> None:
     """Ask the questions that have no result yet, and pass on all results."""
     results, clock = asking.results, Clock()
     with _sink(job, asking) as (known, take):
-        missing = [one for one in asking.posed if one.index not in known]
+        missing = [one for one in asking.requests if one.index not in known]
         results.asked = len(missing)
         if missing:
-            for outcome in _outcomes(job, missing, len(asking.posed), clock):
+            for outcome in _outcomes(job, missing, len(asking.requests), clock):
                 known[outcome.index] = outcome
                 take(outcome)
             results.seconds = perf_counter() - clock.start
-    results.outcomes = [known[one.index] for one in asking.posed]
-    before = len(asking.posed) - len(missing)
+    results.outcomes = [known[one.index] for one in asking.requests]
+    before = len(asking.requests) - len(missing)
     if before:
         job.out.status(f"{asking.out} already had {counted(before, 'result')}")
     if missing:
@@ -169,9 +169,9 @@ def ask_all(job: Job, asking: Asking) -> None:
 
 
 def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) -> "Iterator[Outcome]":
-    done, drawn = total - len(missing), any(one.drawn for one in missing)
+    done, sampled = total - len(missing), any(one.sampled for one in missing)
     lengths = [len(request.prompt) for one in missing for request in one.requests]
-    with job.model(lengths, drawn=drawn) as model, job.out.counting("questions") as show:
+    with job.model(lengths, sampled=sampled) as model, job.out.counting("questions") as show:
         from dsv4cli.engine.evaluation.eval_request import carry_out
         from dsv4cli.engine.weights.offload import offload_of
 
@@ -207,7 +207,7 @@ def _sink(job: Job, asking: Asking) -> "Iterator[tuple[dict[int, Outcome], Calla
         yield dict(file.outcomes), file.add
         file.order()
     except BaseException:
-        total = counted(len(asking.posed), "result")
+        total = counted(len(asking.requests), "result")
         job.out.status(f"{len(file.outcomes):,} of {total} are in {asking.out}; run the same command again to continue")
         raise
     finally:

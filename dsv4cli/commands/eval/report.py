@@ -32,7 +32,7 @@ def report(job: Job, results: ModelResults, others: ModelResults | None) -> "Pai
         job.out.line()
         for line in _against(results, others, pairing):
             job.out.line(line)
-    _tell(job, results, whole)
+    _report_notes(job, results, whole)
     found = _record(results, whole, tasks)
     if pairing is not None and others is not None:
         found |= {"against": {"model": others.header["model"]} | pairing.record()}
@@ -121,7 +121,7 @@ def _sentence(own: str, other: str, verdict: "PairingVerdict") -> str:
     }[verdict]
 
 
-def _tell(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
+def _report_notes(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
     notes = [one for one in results.outcomes if one.note]
     for one in notes[:MOST_LISTED]:
         job.out.warning(f"{one.id}: {one.note}")

@@ -92,8 +92,8 @@ def _shown(fit: "Fit") -> "list[Share]":
     cpu = [share for share in fit.shares if not share.on_gpu]
     gpus = [share for share in fit.shares if share.on_gpu]
     chosen = gpus[: gpus.index(fit.best) + 1] if fit.best in gpus else gpus
-    room = COLUMNS - len(cpu)
-    return [*chosen[:1], *chosen[1:][-(room - 1) :], *cpu]
+    width = COLUMNS - len(cpu)
+    return [*chosen[:1], *chosen[1:][-(width - 1) :], *cpu]
 
 
 def _rows(shares: "list[Share]") -> list[list[str]]:

@@ -109,7 +109,7 @@ def _demand(
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
-    from dsv4cli.engine.compiling.demand import WAYS, demand_of
+    from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
     from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.config.presets import PRESETS
     from dsv4cli.engine.model.numerics import Numerics
@@ -126,7 +126,7 @@ def _demand(
         formats,
         Numerics.reference(exact),
         Limits(max_context=length if serve else context),
-        [source.sampling, *WAYS],
+        [source.sampling, *SAMPLING_KINDS],
         drafting,
         [context] * batch if batch > 1 else None,
         ranks=tp,

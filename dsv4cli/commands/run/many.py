@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,7 +13,8 @@ from dsv4cli.commands.clock import TOKENS_BETWEEN, Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
-from dsv4cli.commands.run.modes import drawn, record_of
+from dsv4cli.commands.run.modes import model_answers, record_of
+from dsv4cli.commands.run.show import InOrder
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output, ReaderGone, counted
 
@@ -52,7 +53,7 @@ class WantedAnswer(NamedTuple):
 class AnswerBatch(NamedTuple):
     """The answers to generate, of `total` including existing ones. out: the file for answers; None for stdout."""
 
-    asked: list[WantedAnswer]
+    answers: list[WantedAnswer]
     total: int
     seed: int
     out: Path | None
@@ -82,13 +83,13 @@ def read_many(job: Job, source: Source) -> AnswerBatch:
     if named:
         job.out.status(f"some lines ask for the model {', '.join(named)}; {job.source.name} answers them")
     if source.out is None:
-        asked = _asked(job, source, questions, prompts, job.sampling)
-        return AnswerBatch(asked, len(asked), job.sampling.seed, None)
+        answers = _answers_of(job, source, questions, prompts, job.sampling)
+        return AnswerBatch(answers, len(answers), job.sampling.seed, None)
     file = AnswerFile(source.out)
     try:
-        usual = _seeded(file, source, questions, job.sampling)
-        asked = _asked(job, source, questions, prompts, usual)
-        return AnswerBatch(_missing(file, asked), len(asked), usual.seed, source.out)
+        defaults = _seeded(file, source, questions, job.sampling)
+        answers = _answers_of(job, source, questions, prompts, defaults)
+        return AnswerBatch(_missing(file, answers), len(answers), defaults.seed, source.out)
     finally:
         file.close()
 
@@ -126,25 +127,27 @@ def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: b
         out.warning(f"{name_of(source.path)}, line {one.number} is skipped: {one.error.message}")
 
 
-def _asked(
-    job: Job, source: Source, questions: "list[Question]", prompts: list[list[int]], usual: "Sampling"
+def _answers_of(
+    job: Job, source: Source, questions: "list[Question]", prompts: list[list[int]], defaults: "Sampling"
 ) -> list[WantedAnswer]:
     from dsv4cli.engine.runtime.request import Request
 
-    asked = []
+    answers = []
     for question, ids in zip(questions, prompts, strict=True):
         count, limits = question.samples or source.samples, question.limits(job.limits)
         for sample in range(count):
-            sampling = question.sampling(usual, sample)
+            sampling = question.sampling(defaults, sample)
             way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "ids": ids}
             way["dtype"] = job.execution.dtype
             del way["seed"], way["prefill_chunk"]
             digest = hashlib.sha256(json.dumps(way, sort_keys=True).encode()).hexdigest()[:16]
-            asked.append(WantedAnswer(question, sample if count > 1 else None, Request(ids, sampling, limits), digest))
-    return asked
+            answers.append(
+                WantedAnswer(question, sample if count > 1 else None, Request(ids, sampling, limits), digest)
+            )
+    return answers
 
 
-def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usual: "Sampling") -> "Sampling":
+def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", defaults: "Sampling") -> "Sampling":
     """Return the default sampling. Without --seed, it has the seed that the answers in the file were sampled with."""
     from dsv4cli.engine.settings import MAX_SEED
     from dsv4cli.engine.text.questions import sample_of
@@ -152,14 +155,14 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", usu
     own = {one.index for one in questions if one.seed is None}
     known = next((key for key in file.records if key[0] in own), None)
     if source.seed is not None or known is None:
-        return usual
-    offset = sample_of(usual.chosen(None, None, 0), known[1]).seed + known[0]
-    return usual.chosen(None, None, (file.records[known]["seed"] - offset) % (MAX_SEED + 1))
+        return defaults
+    offset = sample_of(defaults.chosen(None, None, 0), known[1]).seed + known[0]
+    return defaults.chosen(None, None, (file.records[known]["seed"] - offset) % (MAX_SEED + 1))
 
 
-def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer]:
+def _missing(file: "AnswerFile", answers: list[WantedAnswer]) -> list[WantedAnswer]:
     """Return the answers that the file lacks. Raises UsageError if the file has answers to other prompts or options."""
-    wanted = {one.key: one for one in asked}
+    wanted = {one.key: one for one in answers}
     for key, record in file.records.items():
         one = wanted.get(key)
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
@@ -168,7 +171,7 @@ def _missing(file: "AnswerFile", asked: list[WantedAnswer]) -> list[WantedAnswer
                 f"{file.path} belongs to another command: {what} has another prompt or other options",
                 "use another file for --out, or remove this one",
             )
-    return [one for one in asked if one.key not in file.records]
+    return [one for one in answers if one.key not in file.records]
 
 
 def answer_many(job: Job, many: AnswerBatch) -> None:
@@ -177,32 +180,32 @@ def answer_many(job: Job, many: AnswerBatch) -> None:
     Without a file, they are printed in the order of the prompts, each as soon as those before it are complete. A file
     gets each answer at once, and is sorted at the end.
     """
-    clock, before = Clock(), many.total - len(many.asked)
+    clock, before = Clock(), many.total - len(many.answers)
     with _sink(job, many) as take:
-        if many.asked:
+        if many.answers:
             _answer(job, many, clock, take)
-    if not many.asked:
+    if not many.answers:
         job.out.status(f"{many.out} already has all {counted(many.total, 'answer')}")
         return
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
-    job.out.status(f"{counted(len(many.asked), 'answer')}, {clock.sentence()}; seed {many.seed}")
+    job.out.status(f"{counted(len(many.answers), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
         job.out.status(f"{many.out} already had {counted(before, 'answer')}")
 
 
 def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
-    done = many.total - len(many.asked)
-    lengths = [len(one.request.prompt) for one in many.asked]
+    done = many.total - len(many.answers)
+    lengths = [len(one.request.prompt) for one in many.answers]
     with job.model(lengths) as model, job.out.counting("answers") as show:
 
         def tell(waiting: bool = False) -> None:
             show(done, many.total, clock.activity(waiting))
 
         tell()
-        for number, answer, _ in drawn(job, model, [one.request for one in many.asked], clock, tell):
+        for number, answer, _ in model_answers(job, model, [one.request for one in many.answers], clock, tell):
             if answer.finish:
-                one, done = many.asked[number], done + 1
+                one, done = many.answers[number], done + 1
                 take(one, one.head() | record_of(job, answer, one.request) | {"seed": one.request.sampling.seed})
             if answer.finish or clock.tokens % TOKENS_BETWEEN == 0:
                 tell()
@@ -212,7 +215,7 @@ def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
 def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
     """Yield a function that accepts finished answers. None of them is lost if the block raises."""
     if many.out is None:
-        lines = InOrder(job.out, [one.key for one in many.asked])
+        lines = InOrder(job.out, [one.key for one in many.answers])
         try:
             yield lambda one, record: lines.add(one.key, record)
         except ReaderGone:
@@ -238,28 +241,6 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
         file.close()
 
 
-@dataclass
-class InOrder:
-    """Prints records in the order of their keys, each as soon as those before it were printed."""
-
-    out: Output
-    keys: "Sequence[AnswerKey]"
-    waiting: "dict[AnswerKey, dict[str, Any]]" = field(default_factory=dict)
-    shown: int = 0
-
-    def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
-        """Add a record, and print every record that is next in order."""
-        self.waiting[key] = record
-        while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
-            self.out.record(self.waiting.pop(self.keys[self.shown]))
-            self.shown += 1
-
-    def rest(self) -> None:
-        """Print the records that still wait for earlier ones, in order."""
-        for key in sorted(self.waiting):
-            self.out.record(self.waiting.pop(key))
-
-
 def show_prompts(job: Job, source: Source) -> None:
     """Print the exact text and token ids of each prompt as a JSON line."""
     from dsv4cli.engine.text.questions import read_questions
@@ -278,7 +259,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
 
     sequences = [item.ids or _ids(job, item) for item in items]
     check_texts(sequences, job.source.identity.config, job.limits)
-    with job.model([len(ids) for ids in sequences], drawn=False) as model:
+    with job.model([len(ids) for ids in sequences], sampled=False) as model:
         from dsv4cli.engine.runtime.score import score
         from dsv4cli.engine.weights.offload import offload_of
 

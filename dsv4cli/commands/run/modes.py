@@ -33,10 +33,10 @@ def answers(
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """Load the model and yield the growing answer to each request."""
     with job.model([len(one.prompt) for one in requests]) as model:
-        yield from show_reading(job.out, requests, drawn(job, model, requests, clock, on_preparing))
+        yield from show_reading(job.out, requests, model_answers(job, model, requests, clock, on_preparing))
 
 
-def drawn(
+def model_answers(
     job: Job, model: "Transformer", requests: "Sequence[Request]", clock: Clock, on_preparing: "OnPreparing"
 ) -> "Iterator[tuple[int, Answer, Pieces]]":
     """Yield the growing answer to each request with a loaded model, and before its first token each prefill step."""

@@ -1,6 +1,7 @@
 """Printing of the answers of `dsv4 run`, streamed or complete."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.job import Job
@@ -9,6 +10,7 @@ from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
+    from dsv4cli.engine.chat.answer_file import AnswerKey
     from dsv4cli.engine.runtime.request import Request
 
 # request number, its answer so far, and the text added by this step
@@ -85,3 +87,25 @@ def limit_met(job: Job, answer: "Answer") -> str:
     if context_of(config, limits) < config.max_position_embeddings:
         return f"at {limits.max_context:,} tokens with its prompt; raise --max-context"
     return "at the end of the model's context; shorten the prompt"
+
+
+@dataclass
+class InOrder:
+    """Prints records in the order of their keys, each as soon as those before it were printed."""
+
+    out: Output
+    keys: "Sequence[AnswerKey]"
+    waiting: "dict[AnswerKey, dict[str, Any]]" = field(default_factory=dict)
+    shown: int = 0
+
+    def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
+        """Add a record, and print every record that is next in order."""
+        self.waiting[key] = record
+        while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
+            self.out.record(self.waiting.pop(self.keys[self.shown]))
+            self.shown += 1
+
+    def rest(self) -> None:
+        """Print the records that still wait for earlier ones, in order."""
+        for key in sorted(self.waiting):
+            self.out.record(self.waiting.pop(key))

@@ -83,9 +83,9 @@ def walk_of(job: Job, model: "Transformer", drafting: "Drafting | None" = None) 
 
 def chunk_of(job: Job) -> int:
     """Return the prompt tokens per step: a fixed number, so that recordings on two machines have the same steps."""
-    from dsv4cli.engine.config.capacity import USUAL_CHUNK
+    from dsv4cli.engine.config.capacity import DEFAULT_CHUNK
 
-    return job.limits.prefill_chunk or USUAL_CHUNK
+    return job.limits.prefill_chunk or DEFAULT_CHUNK
 
 
 def record_plan(job: Job, walk: "Walk", plan: "Plan") -> "TraceManifest":

@@ -59,7 +59,7 @@ class Answer:
         self._reply = ParsedReply("")
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens so far."""
         return len(self.tokens)
 
@@ -70,7 +70,7 @@ class Answer:
         These are the tokens that begin before a stop text. The last of them may contain the beginning of the stop text.
         """
         if self.finish and self.stopped_by is None:
-            return self.drawn
+            return self.sampled
         return bisect_left(self._starts, self._sent)
 
     @property

@@ -186,8 +186,8 @@ class Conversation:
         if len(ids) >= self.context:
             longest = self.dialogue.config.max_position_embeddings
             raise ContextFull(len(ids), self.context, self.messages_to_drop(messages), longest)
-        room = max_new_tokens(ids, self.dialogue.config, self.limits)
-        thinking = self.dialogue.thinking_limit(ids, room, think_budget)
+        most = max_new_tokens(ids, self.dialogue.config, self.limits)
+        thinking = self.dialogue.thinking_limit(ids, most, think_budget)
         self.prompt_tokens, self.reused, self.prefilled = len(ids), 0, 0
         self._drafts_before = self.engine.draft_report()
         self._stopping = False
@@ -254,11 +254,11 @@ class Conversation:
         while not self._stopping:
             reading = self.unread > 0
             with self._advice():
-                drawn = self._next_tokens(request)
+                sampled = self._next_tokens(request)
             self.prefilled = min(request.done, self.prompt_tokens) - self.reused
             if reading:
                 yield answer, []
-            for token in drawn:
+            for token in sampled:
                 if self._stopping:
                     break
                 if token.id == thinking.think_end:  # `thinking` has processed all tokens of the step

@@ -61,17 +61,17 @@ class Dialogue:
         """Return True if the answer to a prompt begins with thinking: the prompt ends with <think>."""
         return ids[-1] == self.tokenizer.token_id(tokens.THINK_START)
 
-    def thinking_limit(self, ids: Sequence[int], room: int, budget: int | None) -> Thinking:
+    def thinking_limit(self, ids: Sequence[int], max_tokens: int, budget: int | None) -> Thinking:
         """Return the constraint that ends an answer's thinking early enough to leave tokens for the answer itself.
 
         Args:
             ids: the prompt.
-            room: the most tokens of thinking and answer together.
+            max_tokens: the most tokens of thinking and answer together.
             budget: the most tokens of thinking, None for no limit.
         """
         end = self.tokenizer.token_id(tokens.THINK_END)
         assert end is not None
-        return Thinking(self.thinks(ids), room, budget, end, self.config.eos_token_ids)
+        return Thinking(self.thinks(ids), max_tokens, budget, end, self.config.eos_token_ids)
 
     def boundaries(self, ids: Sequence[int]) -> tuple[int, int]:
         """Return the prompt lengths at which to store the state in the prefix cache.

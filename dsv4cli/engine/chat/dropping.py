@@ -10,7 +10,7 @@ from dsv4cli.engine.text.prompt import Message
 ANSWER_PART, FREED_PART = 8, 4
 
 
-def answer_room(context: int, max_tokens: int) -> int:
+def answer_tokens(context: int, max_tokens: int) -> int:
     """Return how many tokens of the context to reserve for an answer of at most `max_tokens` tokens."""
     return max(min(max_tokens, context // ANSWER_PART), 1)
 
@@ -29,8 +29,8 @@ def messages_to_drop(
     Returns:
         0 if the answer fits already or nothing can be dropped, -1 if even the last question alone is too long.
     """
-    tokens, room = count(messages), answer_room(context, max_tokens)
-    if tokens + room <= context:
+    tokens, reserved = count(messages), answer_tokens(context, max_tokens)
+    if tokens + reserved <= context:
         return 0
     roles = [message["role"] for message in messages]
     first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
@@ -39,7 +39,7 @@ def messages_to_drop(
     def left(cut: int) -> int:
         return context - count([*messages[:first], *messages[cut:]])
 
-    for wanted in (max(room, context // FREED_PART), room):
+    for wanted in (max(reserved, context // FREED_PART), reserved):
         nth = bisect_left(cuts, wanted, key=left)
         if nth < len(cuts):
             return cuts[nth] - first

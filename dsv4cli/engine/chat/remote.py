@@ -9,7 +9,7 @@ from typing import Any, Self
 from dsv4cli.engine.chat import api_client
 from dsv4cli.engine.chat.answer import Pieces
 from dsv4cli.engine.chat.api_client import ApiClient, NoAnswer, StreamEnded
-from dsv4cli.engine.chat.dropping import answer_room, messages_to_drop
+from dsv4cli.engine.chat.dropping import answer_tokens, messages_to_drop
 from dsv4cli.engine.chat.remote_answer import RemoteAnswer
 from dsv4cli.engine.settings import MORE_SAMPLING, NOTHING, Limits, Sampling
 from dsv4cli.engine.text.prompt import Message, without_tools
@@ -141,7 +141,7 @@ class RemoteConversation:
         The server counts only if a local upper bound exceeds the context.
         """
         context, most = self.context, self.limits.max_tokens
-        if context is None or self._most_tokens(messages) + answer_room(context, most) <= context:
+        if context is None or self._most_tokens(messages) + answer_tokens(context, most) <= context:
             return 0
         try:
             return messages_to_drop(messages, self.tokens, context, most)
@@ -217,7 +217,7 @@ class RemoteConversation:
                     if self._stopping:
                         break
                     pieces = self._taken(answer, event)
-                    self.breakable = self.breakable and not answer.drawn
+                    self.breakable = self.breakable and not answer.sampled
                     yield answer, pieces
             if not self._stopping:
                 answer.finish = answer.finish or "stop"  # the stream is complete, even if the server sent no reason
@@ -226,7 +226,7 @@ class RemoteConversation:
                 raise self._lost(answer, "the connection closed before the answer was complete") from None
         except ServerError as error:
             if not self._stopping:
-                raise (self._lost(answer, error.message) if answer.drawn else error) from None
+                raise (self._lost(answer, error.message) if answer.sampled else error) from None
         self.prompt_tokens, self.reused = answer.prompt_tokens, answer.cached
         self.prefilled = answer.prompt_tokens - answer.cached
         yield answer, []
@@ -242,7 +242,7 @@ class RemoteConversation:
             raise self.client.other_format() from None
 
     def _lost(self, answer: RemoteAnswer, reason: str) -> ServerError:
-        if not answer.drawn:
+        if not answer.sampled:
             return ServerError(f"{self.client.url}: {reason}", "try again; see also the server's log")
         return AnswerLost(f"{reason}: the part that arrived is kept", "/retry asks again")
 

@@ -13,12 +13,12 @@ class RemoteAnswer:
     """An answer, built from the events of a stream.
 
     Attributes:
-        drawn: number of its tokens as reported by the server; until then, the number of deltas.
+        sampled: number of its tokens as reported by the server; until then, the number of deltas.
         thoughts: number of deltas with reasoning.
     """
 
     finish: FinishReason | None = None
-    drawn: int = 0
+    sampled: int = 0
     thoughts: int = 0
     prompt_tokens: int = 0
     cached: int = 0
@@ -43,12 +43,12 @@ class RemoteAnswer:
             self._content += content
             called = "".join(self._call(one) for one in delta.get("tool_calls") or ())
             pieces = [("reasoning", reasoning), ("content", content), ("calls", called)]
-            self.drawn += bool(reasoning or content or called)
+            self.sampled += bool(reasoning or content or called)
             self.thoughts += bool(reasoning)
             finish = choice.get("finish_reason")
             if finish is not None:
                 self.finish = finish if finish in ("length", "tool_calls") else "stop"
-                self.drawn = max(self.drawn, 1)  # the end token counts
+                self.sampled = max(self.sampled, 1)  # the end token counts
         self._count(event.get("usage"))
         return [(kind, text) for kind, text in pieces if text]
 
@@ -72,7 +72,7 @@ class RemoteAnswer:
     def _count(self, usage: dict[str, Any] | None) -> None:
         if usage:
             self.prompt_tokens = int(usage.get("prompt_tokens") or 0)
-            self.drawn = int(usage.get("completion_tokens") or self.drawn)
+            self.sampled = int(usage.get("completion_tokens") or self.sampled)
             self.cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 ANSWER_SHARE = 4
 MOST_KEPT = 512
 
-Closed = Literal["", "budget", "room", "end"]
+Closed = Literal["", "budget", "limit", "end"]
 
 
 @dataclass
@@ -17,22 +17,22 @@ class Thinking:
 
     Attributes:
         inside: whether the answer is thinking now.
-        room: the most tokens of the answer, including its thinking.
+        max_tokens: the most tokens of the answer, including its thinking.
         budget: the most tokens of its thinking, None for no limit.
-        closed: why the engine ended the thinking: "budget" is used up, "room" is nearly used up, or the model "end"ed
-            its answer while thinking.
+        closed: why the engine ended the thinking: "budget" if that is used up, "limit" if few of `max_tokens` are left,
+            "end" if the model ended its answer while thinking.
     """
 
     inside: bool
-    room: int
+    max_tokens: int
     budget: int | None
     think_end: int
     eos: tuple[int, ...]
     closed: Closed = ""
 
     def __post_init__(self) -> None:
-        kept = min(max(1, self.room // ANSWER_SHARE), MOST_KEPT)
-        self._most = max(0, self.room - kept - 1)
+        kept = min(max(1, self.max_tokens // ANSWER_SHARE), MOST_KEPT)
+        self._most = max(0, self.max_tokens - kept - 1)
         self._tokens = 0
         self._just_closed = False
 
@@ -42,7 +42,7 @@ class Thinking:
             return None
         if self.budget is not None and self._tokens >= self.budget:
             return self._close("budget")
-        return self._close("room") if self._tokens >= self._most else None
+        return self._close("limit") if self._tokens >= self._most else None
 
     def banned(self) -> tuple[int, ...]:
         """Return the tokens that must not come next: no end token directly after thinking that the engine ended."""

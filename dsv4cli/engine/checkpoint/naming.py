@@ -122,31 +122,31 @@ class NamedTensors(ABC):
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return every stored tensor that contains the tensor or a slice of it, with the dtype in its header."""
-        usual = self.usual_locations(spec)
-        return tuple(map(self._as_stored, usual)) if self.aliases else usual
+        defaults = self.default_locations(spec)
+        return tuple(map(self._as_stored, defaults)) if self.aliases else defaults
 
     @abstractmethod
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the same locations with the usual dtypes of this scheme."""
 
-    def _as_stored(self, usual: Location) -> Location:
-        dtype = self.aliases.get(usual.name, usual.dtype)
-        if {dtype, usual.dtype} <= {*E8M0_DTYPES}:
-            return replace(usual, dtype=dtype)
-        if dtype == usual.dtype or not {dtype, usual.dtype} <= {*CODE_DTYPES}:
-            return usual
+    def _as_stored(self, location: Location) -> Location:
+        dtype = self.aliases.get(location.name, location.dtype)
+        if {dtype, location.dtype} <= {*E8M0_DTYPES}:
+            return replace(location, dtype=dtype)
+        if dtype == location.dtype or not {dtype, location.dtype} <= {*CODE_DTYPES}:
+            return location
         # in values that the header counts
-        *rows, columns = usual.shape
-        columns, begin = columns * DTYPE_BITS[usual.dtype], usual.begin * DTYPE_BITS[usual.dtype]
+        *rows, columns = location.shape
+        columns, begin = columns * DTYPE_BITS[location.dtype], location.begin * DTYPE_BITS[location.dtype]
         bits = DTYPE_BITS[dtype]
-        return replace(usual, dtype=dtype, shape=(*rows, columns // bits), begin=begin // bits)
+        return replace(location, dtype=dtype, shape=(*rows, columns // bits), begin=begin // bits)
 
 
 @dataclass(frozen=True)
 class OfficialNaming(NamedTensors):
     """The names of the official repositories, which the table uses."""
 
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the tensor itself."""
         return (Location(spec.name, spec.dtype, spec.shape),)
 
@@ -172,7 +172,7 @@ class CompressedNaming(NamedTensors):
     whole: tuple[int, ...]
     e8m0: str
 
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the tensor itself."""
         if spec.form is None or STORAGE[spec.form].codes == 1:
             return (Location(spec.name, spec.dtype, spec.shape),)
@@ -189,7 +189,7 @@ class TransformersNaming(NamedTensors):
 
     config: ModelConfig
 
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the parameter, or this expert's slice of a stacked one: gate_up_proj [E, 2I, D], down_proj [E, D,
         I].
         """
@@ -212,7 +212,7 @@ class TransformersNaming(NamedTensors):
 class SavedNaming(TransformersNaming):
     """The names that transformers' save_pretrained writes unless save_original_format=False: separate experts."""
 
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the tensor itself, under a name between the official one and that of the parameter."""
         return (Location(_renamed(spec.name, SAVED_NAMES), spec.dtype, spec.shape),)
 
@@ -228,7 +228,7 @@ class MpNaming(NamedTensors):
     ranks: int
     experts: int
 
-    def usual_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
+    def default_locations(self, spec: TensorSpec) -> tuple[Location, ...]:
         """Return the shard of every rank, the rank of an expert, or the replicas.
 
         Raises UsageError for an uneven split.

@@ -166,8 +166,8 @@ def compile_all(demand: Demand, card: Card, report: Callable[[Counts], None], re
 def workers() -> int:
     """Return the number of processes that compile at the same time."""
     memory = host_memory()
-    room = memory.free // BYTES_EACH if memory else 1
-    return max(1, min(len(os.sched_getaffinity(0)), room))
+    processes = memory.free // BYTES_EACH if memory else 1
+    return max(1, min(len(os.sched_getaffinity(0)), processes))
 
 
 def found_memory(device: torch.device, limits: MemoryLimits, ranks: int = 1) -> FreeMemory:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.runtime.drafts.drafters import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import default_drafts, most_drafts
 from dsv4cli.engine.runtime.limits import context_of, workload_of
 from dsv4cli.engine.runtime.sampling.sampler import kind_of
 from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.model.numerics import Numerics
 
 # one sampling setting of each kind that clients may use, one of them with penalties
-WAYS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5), Sampling(1.0, top_k=20, presence_penalty=1.0))
+SAMPLING_KINDS = (Sampling(0.0), Sampling(1.0), Sampling(1.0, 0.5), Sampling(1.0, top_k=20, presence_penalty=1.0))
 # earlier tokens before a chunk, to try for a prompt of unknown length
 PLACES = tuple(1 << power for power in range(2, 17))
 # boundaries of the ranges in which the search for sizes that need other kernels begins
@@ -73,7 +73,7 @@ class Demand:
         if self.config.drafter == "none":
             return 0
         most = self.drafting.most
-        return usual_drafts(self.config) if most is None else min(most, most_drafts(self.config))
+        return default_drafts(self.config) if most is None else min(most, most_drafts(self.config))
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Span:
 def decoding(demand: Demand, sizes: tuple[int, ...]) -> Iterator[Step]:
     """Yield the decode steps: for each captured batch size, with each number of draft tokens."""
     most = next(number for number, size in enumerate(sizes) if size >= min(demand.sequences, MAX_SLOTS))
-    for (longest, sampling), size in product(_drawn(demand.longest, demand.samplings), sizes[: most + 1]):
+    for (longest, sampling), size in product(_sampled(demand.longest, demand.samplings), sizes[: most + 1]):
         drafts = min(demand.drafts, max(MAX_SLOTS // size - 1, 0))
         for verified in range(drafts + 1):
             yield Step(((1, 1),) * size, sampling, longest, verified, drafts)
@@ -137,7 +137,7 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
     most = min(demand.chunk if demand.sequences == 1 else MAX_STEP_TOKENS, demand.context)
     # drafting after a step depends only on its number of sequences
     yield from (Span(first, last, sampling, longest, count=0 if first > 1 else drafts) for first, last in _parts(most))
-    for each, one in _drawn(EACH, demand.samplings) if demand.sequences > 1 else ():
+    for each, one in _sampled(EACH, demand.samplings) if demand.sequences > 1 else ():
         if each <= demand.context:
             several = _parts(min(demand.sequences, MAX_STEP_TOKENS // each))
             count = 0 if each > EACH[0] else drafts
@@ -151,7 +151,7 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Span(FEW + 1, FEW + 1, sampling, longer, place)
 
 
-def _drawn(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tuple[int, Sampling]]:
+def _sampled(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tuple[int, Sampling]]:
     """Pair all values with the first sampling, and the first value with every sampling.
 
     Other pairs launch no further kernels, because sampling depends only on the number of rows.
@@ -176,7 +176,7 @@ def demand_of(
     *,
     ranks: int = 1,
     sequences: int = 1,
-    drawn: bool = True,
+    sampled: bool = True,
     memory: FreeMemory | None = None,
     cache_memory: int | None = None,
 ) -> Demand:
@@ -185,14 +185,14 @@ def demand_of(
     Args:
         lengths: lengths of the prompts in tokens; None if unknown.
         sequences: number of simultaneous conversations.
-        drawn: whether the prompts are answered.
+        sampled: whether the prompts are answered.
         cache_memory: bytes of KV cache that the conversations share; None if not limited.
     """
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
     longest = (max(ends),) if ends else tuple(_doublings(min(context, FAR)))
     return Demand(
-        config=config if drawn and drafting.most != 0 else config.without_drafter(),
+        config=config if sampled and drafting.most != 0 else config.without_drafter(),
         formats=formats,
         dtype=str(numerics.dtype).removeprefix("torch."),
         simulate=numerics.simulate,
@@ -200,13 +200,13 @@ def demand_of(
         ranks=ranks,
         sequences=min(max(len(lengths or ()), sequences), MAX_SLOTS),
         length=lengths[0] if lengths is not None and len(lengths) == 1 else None,
-        longest=longest if drawn else (),
+        longest=longest if sampled else (),
         context=context,
         chunk=limits.prefill_chunk or CHUNKS[0],
         samplings=tuple({(kind_of((one,)), one.penalizes): replace(one, seed=0) for one in samplings}.values()),
-        drafting=drafting if drawn else NO_DRAFTS,
+        drafting=drafting if sampled else NO_DRAFTS,
         memory=memory,
-        load=workload_of(config, limits, lengths, sequences=sequences, drawn=drawn, cache_memory=cache_memory),
+        load=workload_of(config, limits, lengths, sequences=sequences, sampled=sampled, cache_memory=cache_memory),
     )
 
 

@@ -12,7 +12,7 @@ LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few
 PRODUCT_ROWS = 4
 # tokens of a prompt in a step where nothing says more
-USUAL_CHUNK = 4096
+DEFAULT_CHUNK = 4096
 # and on a CPU, where the rows that attention gathers for more are new pages each time
 CPU_CHUNK = 512
 

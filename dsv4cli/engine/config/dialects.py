@@ -81,7 +81,7 @@ def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool 
     if values.get("mlp_bias"):
         raise UnsupportedCheckpoint(f"{where}: mlp_bias is {values['mlp_bias']!r}; DeepSeek-V4 has no biases", REMEDY)
     result = {key: value for key, value in values.items() if key not in TRANSFORMERS_KEYS}
-    release = _told_release(result, drafter_stored)
+    release = _stated_release(result, drafter_stored)
     if not drafter_stored:
         result = _without_drafter(result)
     said_by: dict[str, str] = {}
@@ -91,10 +91,10 @@ def official_values(values: Mapping[str, Any], where: str, drafter_stored: bool 
         elif result[key] != value:
             first, detail = said_by.get(key, key), _difference(key, result[key], value)
             raise CheckpointError(f"{where}: {first} and {origin} contradict each other: {detail}", REMEDY)
-    return result | {RELEASE_KEY: release or _told_release(result, drafter_stored)}
+    return result | {RELEASE_KEY: release or _stated_release(result, drafter_stored)}
 
 
-def _told_release(values: Mapping[str, Any], drafter_stored: bool) -> Any:
+def _stated_release(values: Mapping[str, Any], drafter_stored: bool) -> Any:
     """Return the release that official keys state, or else the one that their description of a drafter implies.
 
     April's releases have one MTP stage, 0731 and later DSpark with three. num_nextn_predict_layers is 1 in all of them.

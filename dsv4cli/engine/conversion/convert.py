@@ -16,6 +16,7 @@ from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming
 from dsv4cli.engine.checkpoint.headers import UNFINISHED, scan_checkpoint
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
 from dsv4cli.engine.checkpoint.opening import open_stored
+from dsv4cli.engine.conversion.disk_space import disk_errors
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.hashed_file import write_all
 from dsv4cli.engine.conversion.job import Conversion
@@ -23,7 +24,6 @@ from dsv4cli.engine.conversion.journal import Journal, Part, Verdict, write_file
 from dsv4cli.engine.conversion.manifest import CHECKS, MANIFEST, Manifest, read_manifest
 from dsv4cli.engine.conversion.plan import chunks
 from dsv4cli.engine.conversion.recode import Recoder
-from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
 from dsv4cli.engine.conversion.write import FileDone, carry_out, step_bytes, write_rows
@@ -44,7 +44,7 @@ def begun(conversion: Conversion) -> Iterator[Journal]:
     """
     conversion.check_source()
     conversion.check_output()
-    conversion.check_room()
+    conversion.check_space()
     plan, times = conversion.description, conversion.source_times()
     opened = Journal(conversion.output, conversion.part).opened(plan, times)
     with _disk(conversion):

@@ -15,6 +15,7 @@ from dsv4cli.engine.checkpoint.identify import FolderIdentity, identity_of
 from dsv4cli.engine.checkpoint.layout import matrices
 from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.config.read import parse_config
+from dsv4cli.engine.conversion.disk_space import disk_errors
 from dsv4cli.engine.conversion.job import job_of, whole_copies
 from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (
@@ -28,7 +29,6 @@ from dsv4cli.engine.conversion.manifest import (
     read_manifest,
 )
 from dsv4cli.engine.conversion.metadata import CONFIG, copied_files
-from dsv4cli.engine.conversion.room import disk_errors
 from dsv4cli.engine.conversion.selection import renumbered
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify

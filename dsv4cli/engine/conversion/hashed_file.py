@@ -18,7 +18,7 @@ CHUNK = 1 << 20
 AT_ONCE = 4
 
 
-class Room:
+class ByteBudget:
     """A budget of bytes that may wait in memory, shared by all files."""
 
     def __init__(self, nbytes: int) -> None:
@@ -42,8 +42,8 @@ class Room:
 class HashedFile:
     """A file of `nbytes` bytes, open for writing. It may hold bytes of an earlier run."""
 
-    def __init__(self, path: Path, nbytes: int, room: Room) -> None:
-        self.path, self.nbytes, self.room = path, nbytes, room
+    def __init__(self, path: Path, nbytes: int, budget: ByteBudget) -> None:
+        self.path, self.nbytes, self.budget = path, nbytes, budget
         self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._sha256, self._hashed = hashlib.sha256(), 0
         # pieces written but not hashed yet, by offset: end offset, and the content if it waits in memory
@@ -58,7 +58,7 @@ class HashedFile:
     def close(self) -> None:
         """Close the file and drop the pieces that wait."""
         os.close(self.descriptor)
-        self.room.give(sum(len(content) for _, content in self._pieces.values() if content is not None))
+        self.budget.give(sum(len(content) for _, content in self._pieces.values() if content is not None))
         self._pieces.clear()
 
     def write(self, content: memoryview, offset: int) -> int:
@@ -69,7 +69,7 @@ class HashedFile:
         """
         write_all(self.descriptor, content, offset)
         if content:
-            self._pieces[offset] = offset + len(content), content if self.room.take(len(content)) else None
+            self._pieces[offset] = offset + len(content), content if self.budget.take(len(content)) else None
             self._hash()
         return len(content)
 
@@ -104,7 +104,7 @@ class HashedFile:
         if content is not None:
             self._sha256.update(content)
             self._hashed = end
-            self.room.give(len(content))
+            self.budget.give(len(content))
         elif begin < end:
             found = self._read(begin, min(end - begin, CHUNK))
             self._sha256.update(found)

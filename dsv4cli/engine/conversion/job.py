@@ -23,12 +23,12 @@ from dsv4cli.engine.checkpoint.sizes import stored_bytes
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.conversion.copies import Copy, copies_of
+from dsv4cli.engine.conversion.disk_space import distinct_sizes, free_bytes
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata, stem
 from dsv4cli.engine.conversion.gguf.plan import plan_gguf
 from dsv4cli.engine.conversion.journal import Part, Times
 from dsv4cli.engine.conversion.metadata import is_dead, metadata_files
 from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files
-from dsv4cli.engine.conversion.room import free_bytes, told_apart
 from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
 from dsv4cli.engine.system.regular_files import Stamp
@@ -173,11 +173,11 @@ class Conversion:
                 reason = "Read-only file system" if os.statvfs(existing).f_flag & os.ST_RDONLY else reason
             raise UsageError(f"{existing} cannot be written to: {reason}", "use a folder that you can write to")
 
-    def check_room(self) -> None:
+    def check_space(self) -> None:
         """Raise NotEnoughDisk unless the rest of the output fits the disk."""
         missing, free = self.bytes_missing, free_bytes(self.output)
         if missing > free:
-            needed, there, short = told_apart(missing, free, missing - free)
+            needed, there, short = distinct_sizes(missing, free, missing - free)
             raise NotEnoughDisk(
                 f"{self.output} needs {needed} more and its disk has {there} free",
                 f"free {short}, or use another disk",

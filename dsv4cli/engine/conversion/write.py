@@ -19,7 +19,7 @@ from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.values import Raw
 from dsv4cli.engine.config.formats import Role
 from dsv4cli.engine.conversion.gguf.encode import encode_matrix
-from dsv4cli.engine.conversion.hashed_file import HashedFile, Room
+from dsv4cli.engine.conversion.hashed_file import ByteBudget, HashedFile
 from dsv4cli.engine.conversion.journal import Journal
 from dsv4cli.engine.conversion.manifest import changed, hash_file
 from dsv4cli.engine.conversion.plan import FilePlan, Item, Slot, chunks
@@ -75,8 +75,8 @@ def carry_out(
     there = {file.name: _bytes_there(file, output, journal) for file in files}
     tally = _Tally(sum(file.nbytes for file in files), sum(there.values()), progress)
     with _one_thread_each(), ThreadPoolExecutor(workers) as pool, ThreadPoolExecutor(1) as committer:
-        room = Room(waiting_bytes(recoder.device, workers))
-        writer = _FileWriter(recoder, journal, pool, committer, tally, room)
+        budget = ByteBudget(waiting_bytes(recoder.device, workers))
+        writer = _FileWriter(recoder, journal, pool, committer, tally, budget)
         ending: deque[tuple[FileDone, Future[None]]] = deque()
         stop = threading.Event()
         try:
@@ -166,14 +166,14 @@ class _FileWriter:
     pool: ThreadPoolExecutor
     committer: ThreadPoolExecutor
     tally: _Tally
-    room: Room
+    budget: ByteBudget
 
     def write(self, file: FilePlan, temporary: Path) -> HashedFile:
         """Return the file with all bytes synced. The caller closes it."""
         done = _batches_there(file, temporary, self.journal)
         if done != self.journal.batches.get(file.name, done):
             self.journal.record(file.name, done)
-        written = HashedFile(temporary, file.nbytes, self.room)
+        written = HashedFile(temporary, file.nbytes, self.budget)
         try:
             written.write(memoryview(file.header), 0)
             left = (slot.offset for batch in file.batches[done:] for item in batch for slot in item.slots)

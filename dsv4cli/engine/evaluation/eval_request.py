@@ -31,7 +31,7 @@ class EvalRequest:
     Attributes:
         index: the item's position in the set.
         prompt: token ids of the prompt; a scored text is appended to them.
-        drawn: whether an answer is generated; otherwise texts are scored.
+        sampled: whether an answer is generated; otherwise texts are scored.
         rows: log-probability and likeliest token of each row of a scored request, from the prompt's last row on.
         seen: how many rows of each scored request have arrived, including those before the prompt's last row.
     """
@@ -41,7 +41,7 @@ class EvalRequest:
     dialogue: Dialogue
     prompt: list[int]
     lookalikes: list[str]
-    drawn: bool
+    sampled: bool
     requests: list[Request]
     answer: Answer = field(init=False)
     rows: dict[Request, list[tuple[float, Alternatives]]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class EvalRequest:
 
     def take(self, engine: Engine, result: Result, on_token: Callable[[Token, bool], None]) -> bool:
         """Add what a request got in a step. Return True if the item is complete."""
-        if not self.drawn:
+        if not self.sampled:
             self._score(result)
             return all(self.seen.get(request) == len(request.prompt) for request in self.requests)
         for token in result.tokens:
@@ -74,7 +74,7 @@ class EvalRequest:
 
     def outcome(self) -> Outcome:
         """Return the outcome of a complete item, and free its answer, rows and requests."""
-        found = _answered(self) if self.drawn else _scored(self)
+        found = _answered(self) if self.sampled else _scored(self)
         del self.answer
         self.rows.clear()
         self.requests.clear()
@@ -82,12 +82,12 @@ class EvalRequest:
 
 
 def pose(
-    index: int, item: EvalItem, usual: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool
+    index: int, item: EvalItem, defaults: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool
 ) -> EvalRequest:
     """Turn an item into engine requests.
 
     Args:
-        usual: prompt format of items that do not set `think`. Texts are always scored without thinking.
+        defaults: prompt format of items that do not set `think`. Texts are always scored without thinking.
         by_answer: generate an answer to multiple-choice items instead of scoring each choice.
 
     Raises:
@@ -97,7 +97,7 @@ def pose(
     if scored and item.think:
         remedy = "remove it, or use --choices answer" if item.score == "choice" else "remove it"
         raise UsageError(f'"think" is true, but the score "{item.score}" does not allow thinking', remedy)
-    dialogue = _dialogue(usual, False if scored else item.think)
+    dialogue = _dialogue(defaults, False if scored else item.think)
     prompt = dialogue.prompt(item.messages)
     posed = EvalRequest(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
     if scored:
@@ -112,15 +112,15 @@ def pose(
     return posed
 
 
-def _dialogue(usual: Dialogue, think: bool | None) -> Dialogue:
+def _dialogue(defaults: Dialogue, think: bool | None) -> Dialogue:
     """Return the prompt format with thinking set as the item asks.
 
     An item that turns thinking on by itself thinks at the lowest effort.
     """
-    if think is None or think == usual.thinking:
-        return usual
-    thinking, effort = think_options(usual.release, EFFORTS[usual.release][0] if think else "off")
-    return replace(usual, thinking=thinking, effort=effort)
+    if think is None or think == defaults.thinking:
+        return defaults
+    thinking, effort = think_options(defaults.release, EFFORTS[defaults.release][0] if think else "off")
+    return replace(defaults, thinking=thinking, effort=effort)
 
 
 def _texts(item: EvalItem, dialogue: Dialogue) -> list[list[int]]:
@@ -172,9 +172,9 @@ def carry_out(
         UnsoundResult: logits are not finite.
         NotEnoughMemory: a step needs more memory than there is.
     """
-    ordered = sorted(posed, key=lambda one: not one.drawn)
+    ordered = sorted(posed, key=lambda one: not one.sampled)
     owners = {request: one for one in ordered for request in one.requests}
-    lengths = [end_of(request, model.config) for request, one in owners.items() if one.drawn]
+    lengths = [end_of(request, model.config) for request, one in owners.items() if one.sampled]
     capacity = Capacity(len(owners), max(lengths, default=None))
     with Engine(model, capacity, device, followers, drafting if lengths else NO_DRAFTS) as engine:
         engine.report_preparing(on_preparing)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dsv4cli.engine.checkpoint.sharding import check_dimensions
-from dsv4cli.engine.config.capacity import USUAL_CHUNK
+from dsv4cli.engine.config.capacity import DEFAULT_CHUNK
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.block import Block
@@ -37,7 +37,7 @@ class Transformer(nn.Module):
 
     norm: RMSNorm
     mtp: nn.ModuleList
-    prefill_chunk = USUAL_CHUNK  # default tokens per prefill chunk; loading chooses it by free memory
+    prefill_chunk = DEFAULT_CHUNK  # default tokens per prefill chunk; loading chooses it by free memory
     stored_bytes = 0  # bytes of this rank's weights in the checkpoint; set by loading
 
     def __init__(self, config: ModelConfig, numerics: Numerics, world: World = SINGLE) -> None:

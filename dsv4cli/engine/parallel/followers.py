@@ -28,16 +28,16 @@ class Followers:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def tell(self, orders: list[Any] | None) -> None:
+    def send_orders(self, orders: list[Any] | None) -> None:
         """Send orders to the followers, None to end them. Raises RankLost if a rank has ended."""
-        self.world.tell(orders)
+        self.world.send_orders(orders)
 
     def rest(self) -> None:
         """Mark the followers as idle, waiting for the next orders."""
 
     def dismiss(self) -> None:
         """Tell the followers that there are no more orders."""
-        self.tell(None)
+        self.send_orders(None)
 
 
 class StartedFollowers(Followers):
@@ -62,14 +62,14 @@ class StartedFollowers(Followers):
         for rank, process in enumerate(processes, 1):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
-    def tell(self, orders: list[Any] | None) -> None:
+    def send_orders(self, orders: list[Any] | None) -> None:
         """Send orders to all followers, which are busy until `rest`. Raises RankLost if one has ended."""
         self._busy = True
         for rank, process in enumerate(self._processes, 1):
             code = process.poll()
             if code is not None:
                 raise self._loss(rank, code)
-        super().tell(orders)
+        super().send_orders(orders)
 
     def rest(self) -> None:
         """Mark the followers as idle, waiting for the next orders."""

@@ -122,8 +122,8 @@ class World:
             torch.distributed.broadcast_object_list(values, 0, device=torch.device("cpu"))
         return values[0]
 
-    def tell(self, orders: Any) -> None:
-        """Send JSON-serializable orders from rank 0 to all other ranks, which wait in `hear`."""
+    def send_orders(self, orders: Any) -> None:
+        """Send JSON-serializable orders from rank 0 to all other ranks, which wait in `receive_orders`."""
         words = torch.frombuffer(bytearray(json.dumps(orders).encode()), dtype=torch.uint8)
         message = torch.zeros(max(MESSAGE, LENGTH + len(words)), dtype=torch.uint8, device="cpu")
         message[:LENGTH] = torch.tensor([len(words)], device="cpu").view(torch.uint8)
@@ -132,7 +132,7 @@ class World:
             if len(part):
                 torch.distributed.broadcast(part, 0, self.orders)
 
-    def hear(self) -> Any:
+    def receive_orders(self) -> Any:
         """Return the next orders of rank 0; wait without a timeout."""
         message = torch.zeros(MESSAGE, dtype=torch.uint8, device="cpu")
         torch.distributed.broadcast(message, 0, self.orders)

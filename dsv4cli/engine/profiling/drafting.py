@@ -14,7 +14,7 @@ from dsv4cli.engine.profiling.clock import Call, Timing, wait
 from dsv4cli.engine.profiling.compiling import nothing_compiles
 from dsv4cli.engine.profiling.launches import Launches, trace_step
 from dsv4cli.engine.profiling.step import FEWEST, LESS, MOST, SECONDS, WARM, StepShape, fill
-from dsv4cli.engine.runtime.drafts.drafters import most_drafts, usual_drafts
+from dsv4cli.engine.runtime.drafts.drafters import default_drafts, most_drafts
 from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.leader_step import sampled
 from dsv4cli.engine.runtime.request import Request
@@ -142,7 +142,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
 
     Raises UsageError if the drafter, the size of a step or other options do not allow it.
     """
-    drafts = usual_drafts(config) if drafting.most is None else drafting.most
+    drafts = default_drafts(config) if drafting.most is None else drafting.most
     if not drafts:
         if accept is not None:
             raise UsageError(f"--accept {accept:g} requires drafts, but none are generated", "add --draft 3")
@@ -156,7 +156,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
         raise UsageError(
             f"--draft {drafts}: the model's drafter makes at most {most} draft tokens per step", f"use --draft {most}"
         )
-    _check_room(config, load, drafts)
+    _check_fits(config, load, drafts)
     if accept is not None and not 1 <= accept <= drafts + 1:
         raise UsageError(
             f"--accept {accept:g} is impossible: a step with --draft {drafts} yields 1 to {drafts + 1} tokens",
@@ -165,7 +165,7 @@ def choose_drafts(config: ModelConfig, load: StepShape, drafting: Drafting, acce
     return DraftLoad(drafts, accept)
 
 
-def _check_room(config: ModelConfig, load: StepShape, drafts: int) -> None:
+def _check_fits(config: ModelConfig, load: StepShape, drafts: int) -> None:
     sequences, rows = batch_size(load.batch), drafts + 1
     if sequences * rows > MAX_SLOTS:
         fewer, batch = MAX_SLOTS // sequences - 1, 1 << (MAX_SLOTS // rows).bit_length() - 1

@@ -14,7 +14,7 @@ from dsv4cli.engine.runtime.drafts.draft_plan import DraftPlan
 from dsv4cli.engine.runtime.drafts.draft_report import DraftReport
 from dsv4cli.engine.runtime.graphs.compile_watch import OnPreparing
 from dsv4cli.engine.runtime.leader_step import LeaderStep
-from dsv4cli.engine.runtime.limits import check_room, end_of
+from dsv4cli.engine.runtime.limits import check_cache_limit, end_of
 from dsv4cli.engine.runtime.orders import Followers, Orders, described
 from dsv4cli.engine.runtime.pacing.pacer import Pacer
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
@@ -127,9 +127,9 @@ class Engine:
         return None if self.runner.prefixes is None else self.runner.prefixes.unpinned
 
     @property
-    def room(self) -> int | None:
+    def max_request_tokens(self) -> int | None:
         """The largest number of tokens, prompt and completion, that fits the KV cache; None if it is not bounded."""
-        return self.runner.scheduler.room
+        return self.runner.scheduler.max_request_tokens
 
     @property
     def usage(self) -> Usage:
@@ -145,7 +145,7 @@ class Engine:
             NotEnoughMemory: the state that the request starts from cannot be restored.
         """
         request.end = end_of(request, self.model.config)
-        check_room(request, self.room)
+        check_cache_limit(request, self.max_request_tokens)
         self._queue(request)
 
     def cancel(self, request: Request) -> None:
@@ -178,9 +178,9 @@ class Engine:
         ahead = not (count or drafted) and (self._plan is None or not any(one.constraint for one in requests))
         self._orders.add("step", drafts=drafted, count=count, ahead=ahead, pick=None if pick is None else asdict(pick))
         with self._resting_on_error():
-            self._orders.tell()
+            self._orders.send_orders()
             ran, tokens, drafts = self._drawing.step(count, ahead, pick)
-            self._orders.add("finish", drawn=[[token.id for token in own] for own in tokens])
+            self._orders.add("finish", sampled=[[token.id for token in own] for own in tokens])
             if self._plan is not None:
                 self._plan.take(ran.ready, tokens, drafts)
                 if ran.ready and not self.runner.preparing.happened:  # otherwise nothing waited for the device
@@ -196,7 +196,7 @@ class Engine:
         """
         self._orders.add("prepare")
         with self._resting_on_error():
-            self._orders.tell()
+            self._orders.send_orders()
             prepared = self.runner.prepare()
         self._rest()
         return prepared
@@ -214,7 +214,7 @@ class Engine:
         return StepChoice() if self.runner.ahead.launched else self._pacer.choose(self.runner.scheduler.active)
 
     def _queue(self, request: Request) -> None:
-        request.number, request.usual_chunk = self._count, self.model.prefill_chunk
+        request.number, request.default_chunk = self._count, self.model.prefill_chunk
         self._count += 1
         self._orders.add("add", **described(request))
         self.runner.add(request)
@@ -233,10 +233,10 @@ class Engine:
         if not self.busy:
             self._orders.rest()
 
-    def _results(self, ran: ComputedStep, drawn: dict[Request, list[Token]]) -> list[Result]:
+    def _results(self, ran: ComputedStep, sampled: dict[Request, list[Token]]) -> list[Result]:
         results = []
         for chunk in ran.chunks:
-            request, tokens = chunk.request, drawn.get(chunk.request, [])
+            request, tokens = chunk.request, sampled.get(chunk.request, [])
             if (request.scored and request.caught_up) or (tokens and tokens[-1].finish):
                 self.cancel(request)
             results.append(Result(request, tokens, ran.scores.get(request)))

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from dsv4cli.engine.runtime.step import ComputedStep
 
 
-def follow(model: Transformer, device: torch.device | str, hear: Callable[[], list[Order] | None]) -> None:
+def follow(model: Transformer, device: torch.device | str, receive_orders: Callable[[], list[Order] | None]) -> None:
     """Carry out the leader's orders until there are no more. Raises NotEnoughMemory."""
     follower = Follower(model, device)
-    while (orders := hear()) is not None:
+    while (orders := receive_orders()) is not None:
         follower.carry_out(orders)
     follower.close()
 
@@ -102,24 +102,24 @@ class Follower:
             self._ran = ran = self.runner.run(None if pick is None else StepChoice(**pick))
             ahead = ahead and self.runner.ahead.follows(ran)
             if ahead or self.runner.drafts is not None:
-                drawn = self._drawn(ran)
+                sampled = self._sampled(ran)
             if self.runner.drafts is not None:
-                self.runner.speculate(ran, drawn, [len(chunk.drafts) for chunk in ran.ready], count)
+                self.runner.speculate(ran, sampled, [len(chunk.drafts) for chunk in ran.ready], count)
             if ahead:
-                self.runner.run_ahead(ran, drawn)
+                self.runner.run_ahead(ran, sampled)
 
-    def _drawn(self, ran: "ComputedStep") -> torch.Tensor:
+    def _sampled(self, ran: "ComputedStep") -> torch.Tensor:
         """Return the tokens that the leader sampled."""
         rows = sum(1 + len(chunk.drafts) for chunk in ran.ready)
         return self.runner.share(torch.zeros(rows, dtype=torch.int64, device=ran.hidden.streams.device))
 
     def _speculate(self, considered: list[int], count: int) -> None:
         assert self._ran is not None
-        self.runner.speculate(self._ran, self._drawn(self._ran), considered, count)
+        self.runner.speculate(self._ran, self._sampled(self._ran), considered, count)
 
     def _take_back(self, number: int) -> None:
         self.runner.ahead.take_back(self._requests[number])
 
-    def _finish(self, drawn: list[list[int]]) -> None:
+    def _finish(self, sampled: list[list[int]]) -> None:
         assert self._ran is not None
-        self.runner.finish(self._ran, drawn)
+        self.runner.finish(self._ran, sampled)

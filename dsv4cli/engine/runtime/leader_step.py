@@ -9,8 +9,8 @@ from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.sampling.logit_masks import drawable
-from dsv4cli.engine.runtime.sampling.logprobs import Drawn, drawn_later, drawn_of
+from dsv4cli.engine.runtime.sampling.logit_masks import masked_logits
+from dsv4cli.engine.runtime.sampling.logprobs import TokenLogprobs, logprobs_of, start_logprobs
 from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
@@ -70,7 +70,7 @@ class LeaderStep:
             return [], []
         if ahead and any(chunk.request.constraint for chunk in ready):
             logits = logits.clone()  # the next step overwrites them
-        read = drawn_later(logits, tokens, max(one.request.limits.logprobs for one in ready), made)
+        read = start_logprobs(logits, tokens, max(one.request.limits.logprobs for one in ready), made)
         if ahead:
             self._next_watch.start()
             self._runner.run_ahead(ran, tokens)
@@ -82,7 +82,9 @@ class LeaderStep:
             drafts = self._speculate_again(ran, found, count)
         return found, drafts
 
-    def _taken(self, ready: list[Chunk], logits: torch.Tensor, known: list[Drawn]) -> tuple[list[list[Token]], bool]:
+    def _taken(
+        self, ready: list[Chunk], logits: torch.Tensor, known: list[TokenLogprobs]
+    ) -> tuple[list[list[Token]], bool]:
         """Return each request's tokens, and whether a request that continues has others than those that were
         sampled.
         """
@@ -95,10 +97,10 @@ class LeaderStep:
             again |= not own[-1].finish and [token.id for token in own] != agreed(chunk, known[rows])
         return found, again
 
-    def _take_back(self, ready: list[Chunk], found: list[list[Token]], known: list[Drawn]) -> None:
+    def _take_back(self, ready: list[Chunk], found: list[list[Token]], known: list[TokenLogprobs]) -> None:
         """Remove requests from the step ahead that continue with another token than it assumed."""
-        for chunk, own, drawn in zip(ready, found, known, strict=True):
-            if own[0].id != drawn[0]:
+        for chunk, own, sampled in zip(ready, found, known, strict=True):
+            if own[0].id != sampled[0]:
                 self._runner.ahead.take_back(chunk.request)
                 self._orders.add("take_back", number=chunk.request.number)
 
@@ -111,7 +113,7 @@ class LeaderStep:
         """Draft again, after tokens that differ from those that were sampled."""
         considered = [len(own) - 1 for own in found]
         self._orders.add("speculate", considered=considered, count=count)
-        self._orders.tell()
+        self._orders.send_orders()
         padded = [
             [token.id for token in own] + [0] * (len(chunk.drafts) - most)
             for own, chunk, most in zip(found, ran.ready, considered, strict=True)
@@ -135,7 +137,7 @@ def sampled(ran: ComputedStep, logits: torch.Tensor, counts: TokenCounts) -> tor
     requests = [chunk.request for chunk in ran.ready for _ in range(1 + len(chunk.drafts))]
     positions = [len(chunk.request.ids) + number for chunk in ran.ready for number in range(1 + len(chunk.drafts))]
     draws = Draws.of([request.sampling for request in requests], positions, logits.device)
-    tokens = sample(drawable(ran.ready, logits, counts), draws)
+    tokens = sample(masked_logits(ran.ready, logits, counts), draws)
     for chunk, row in zip(ran.ready, first_rows(ran.ready), strict=True):
         forced = None if chunk.request.constraint is None else chunk.request.constraint.forced()
         if forced is not None:
@@ -153,26 +155,26 @@ def first_rows(ready: Sequence[Chunk]) -> list[int]:
 
 
 def taken(
-    chunk: Chunk, logits: torch.Tensor, drawn: Sequence[Drawn], stop_ids: Sequence[int], prepared: bool
+    chunk: Chunk, logits: torch.Tensor, sampled: Sequence[TokenLogprobs], stop_ids: Sequence[int], prepared: bool
 ) -> list[Token]:
     """Return a request's tokens: from the first row, and from each next row while the draft token before it was right.
 
     Args:
         logits: fp32 [1 + n, V], of the newest token and its n draft tokens.
-        drawn: what was sampled from these rows.
+        sampled: what was sampled from these rows.
 
     A row in which the constraint bans tokens is left to the next step.
     """
     request, tokens = chunk.request, list[Token]()
     constraint = request.constraint
-    for number, one in enumerate(drawn):
+    for number, one in enumerate(sampled):
         if constraint is not None:
             if number and constraint.banned():
                 break
             wanted = _wanted(constraint, one[0], forced=constraint.forced() if number else None)
             if wanted != one[0]:
                 given = torch.full((1,), wanted, dtype=torch.int64, device=logits.device)
-                [one] = drawn_of(logits[number : number + 1], given, request.limits.logprobs)
+                [one] = logprobs_of(logits[number : number + 1], given, request.limits.logprobs)
             constraint.push(one[0])
         token, logprob, top = one
         finish = _finish(request, token, len(request.ids) + len(tokens) + 1, stop_ids)
@@ -182,17 +184,17 @@ def taken(
     return tokens
 
 
-def _wanted(constraint: Constraint, drawn: int, forced: int | None) -> int:
+def _wanted(constraint: Constraint, sampled: int, forced: int | None) -> int:
     """Return the token that a constraint puts in place of a sampled one."""
-    token = drawn if forced is None else forced
+    token = sampled if forced is None else forced
     other = constraint.instead(token)
     return token if other is None else other
 
 
-def agreed(chunk: Chunk, drawn: Sequence[Drawn]) -> list[int]:
+def agreed(chunk: Chunk, sampled: Sequence[TokenLogprobs]) -> list[int]:
     """Return the tokens that a request would get without constraints, as the device assumes."""
     tokens: list[int] = []
-    for number, (token, _, _) in enumerate(drawn):
+    for number, (token, _, _) in enumerate(sampled):
         tokens.append(token)
         if number == len(chunk.drafts) or token != chunk.drafts[number]:
             break

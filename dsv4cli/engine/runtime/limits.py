@@ -29,7 +29,7 @@ def max_new_tokens(prompt: list[int], config: ModelConfig, limits: Limits, which
     fits.
     """
     _check_ids(prompt, config, which)
-    return _room_behind(len(prompt), config, limits, which)
+    return _answer_limit(len(prompt), config, limits, which)
 
 
 def end_of(request: Request, config: ModelConfig) -> int:
@@ -43,16 +43,16 @@ def end_of(request: Request, config: ModelConfig) -> int:
     if request.scored:
         _check_length(length, config, context_of(config, request.limits), request.name)
         return length
-    return length + _room_behind(length, config, request.limits, request.name)
+    return length + _answer_limit(length, config, request.limits, request.name)
 
 
-def check_room(request: Request, room: int | None) -> None:
+def check_cache_limit(request: Request, max_request_tokens: int | None) -> None:
     """Raise UsageError if a request's prompt and completion exceed the KV cache."""
-    if room is not None and request.end > room:
+    if max_request_tokens is not None and request.end > max_request_tokens:
         answer = request.end - len(request.prompt)
         raise UsageError(
             f"{request.name} has {len(request.prompt):,} tokens and its answer may have {answer:,}: the cache holds "
-            f"{room:,}",
+            f"{max_request_tokens:,}",
             "shorten it, lower --max-tokens or raise --cache-memory",
         )
 
@@ -68,22 +68,22 @@ def workload_of(
     lengths: Sequence[int] | None,
     *,
     sequences: int = 1,
-    drawn: bool = True,
+    sampled: bool = True,
     cache_memory: int | None = None,
 ) -> Workload:
     """Return the workload that prompts of these lengths make, for the memory plan.
 
     Args:
-        drawn: whether the prompts are answered.
+        sampled: whether the prompts are answered.
     """
-    context, answer = context_of(config, limits), limits.max_tokens if drawn else 0
+    context, answer = context_of(config, limits), limits.max_tokens if sampled else 0
     if lengths is None:
         return Workload(min(context, FAR), sequences, limits.prefill_chunk, sequences > 1, cache_memory)
     longest = max((min(length + answer, context) for length in lengths), default=1)
     return Workload(longest, min(max(len(lengths), 1), MAX_SLOTS), limits.prefill_chunk)
 
 
-def _room_behind(length: int, config: ModelConfig, limits: Limits, which: str) -> int:
+def _answer_limit(length: int, config: ModelConfig, limits: Limits, which: str) -> int:
     context = context_of(config, limits)
     _check_length(length, config, context - 1, which, answer=1)
     return min(limits.max_tokens, context - length)

@@ -14,7 +14,7 @@ Order = tuple[str, dict[str, Any]]
 class Followers(Protocol):
     """The other ranks of a model, as the leader's engine sees them. Implemented in parallel/followers.py."""
 
-    def tell(self, orders: list[Order] | None) -> None:
+    def send_orders(self, orders: list[Order] | None) -> None:
         """Send them orders. They count as busy until `rest`."""
 
     def rest(self) -> None:
@@ -39,11 +39,11 @@ class Orders:
         if self._followers is not None:
             self.waiting.append((name, given))
 
-    def tell(self) -> None:
+    def send_orders(self) -> None:
         """Send the waiting orders. Raises RankLost."""
         orders, self.waiting = self.waiting, []
         if self._followers is not None:
-            self._followers.tell(orders)
+            self._followers.send_orders(orders)
 
     def rest(self) -> None:
         """Mark the followers as idle, unless one was lost."""

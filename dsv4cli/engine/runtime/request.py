@@ -5,7 +5,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from dsv4cli.engine.config.capacity import USUAL_CHUNK
+from dsv4cli.engine.config.capacity import DEFAULT_CHUNK
 from dsv4cli.engine.runtime.sequence import Sequence
 from dsv4cli.engine.settings import Limits, Sampling
 
@@ -80,7 +80,7 @@ class Request:
         sequence: its state in the KV cache; None while it is queued.
         drafts: draft tokens that the next step verifies.
         drafted, accepted: draft tokens that were verified so far, and accepted.
-        usual_chunk: prompt tokens in a step, unless its limits say otherwise.
+        default_chunk: prompt tokens in a step, unless its limits say otherwise.
         packed: `ids` as int32, up to the last call of `pack`: quick to compare and to send.
         borders: a hash of the tokens up to each block boundary, as far as the prefix cache has asked for them.
     """
@@ -102,7 +102,7 @@ class Request:
     drafts: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
-    usual_chunk: int = USUAL_CHUNK
+    default_chunk: int = DEFAULT_CHUNK
     packed: bytearray = field(default_factory=bytearray)
     borders: list[int] = field(default_factory=list)
     ids: list[int] = field(init=False)
@@ -118,7 +118,7 @@ class Request:
     @property
     def prefill_chunk(self) -> int:
         """The most tokens of the prompt in a step."""
-        return self.limits.prefill_chunk or self.usual_chunk
+        return self.limits.prefill_chunk or self.default_chunk
 
     @property
     def caught_up(self) -> bool:

@@ -54,8 +54,8 @@ class Runner:
         drafter = drafter_of(model, self.cache) if capacity.drafts else None
         with step_memory(self.cache.device):
             self.prefixes = prefixes_of(self.cache, capacity, drafter is not None and drafter.reads_next)
-        room = self.cache.blocks - graphs if self.cache.bounded else None
-        self.scheduler = Scheduler(self.cache, self.prefixes, room)
+        blocks = self.cache.blocks - graphs if self.cache.bounded else None
+        self.scheduler = Scheduler(self.cache, self.prefixes, blocks)
         self.graphs: GraphRunner | None = None
         self._torn = False
         self._workspace = Workspace()
@@ -120,7 +120,7 @@ class Runner:
         with self._whole(), self._computing(len(tokens)):
             self.ahead.launch(ran, tokens)
             if self.prefixes is not None:
-                self.prefixes.prepare_meanwhile()
+                self.prefixes.prepare_next()
 
     def prepare(self) -> bool:
         """Prepare one thing that requests may need. Return whether anything was missing. Raises NotEnoughMemory."""
@@ -142,15 +142,15 @@ class Runner:
         """Return the leader's tokens, int64 [R], on every rank."""
         return self.model.world.broadcast_from_leader(tokens)
 
-    def finish(self, ran: ComputedStep, drawn: list[list[int]]) -> None:
+    def finish(self, ran: ComputedStep, sampled: list[list[int]]) -> None:
         """Complete a step: append each ready request's tokens and roll back its rejected drafts. Raises
         NotEnoughMemory.
 
         Args:
-            drawn: for each ready chunk at least one token; all but the last are its first draft tokens.
+            sampled: for each ready chunk at least one token; all but the last are its first draft tokens.
         """
         with self._whole(), step_memory(self.cache.device):
-            for chunk, tokens in zip(ran.ready, drawn, strict=True):
+            for chunk, tokens in zip(ran.ready, sampled, strict=True):
                 request = chunk.request
                 assert request.sequence is not None
                 self.cache.roll_back(request.sequence, len(chunk.drafts) + 1 - len(tokens))

@@ -42,7 +42,7 @@ class Scheduler:
         return bool(self._waiting) and self._cache.free_slots > 0 and self._fits(self._waiting[0])
 
     @property
-    def room(self) -> int | None:
+    def max_request_tokens(self) -> int | None:
         """The largest number of tokens of a prompt and its completion; None if only memory bounds it."""
         return None if self._blocks is None else self._blocks * BLOCK_TOKENS - ROLLBACK
 

@@ -125,7 +125,7 @@ class AsyncEngine:
         """
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
-        self.room = engine.room
+        self.room = engine.max_request_tokens
         self.hung_seconds = HUNG_SECONDS
         self._calls: dict[Request, EngineCall] = {}
         self._last_step = perf_counter()  # the end of the last step, or when the engine got work after that

@@ -72,7 +72,7 @@ def build_server(
         ResponseStore() if options.store else None,
     )  # fmt: skip
     answering.hung_seconds = options.hung_seconds
-    metrics.describe(*_description(service, options, engine.room))
+    metrics.describe(*_description(service, options, engine.max_request_tokens))
     server = HttpServer(App(service, options.guard, bug, options.root_path), options.limits, options.grace, ready)
     return answering, server
 

@@ -48,11 +48,11 @@ class ChatReply:
 
     async def document(self) -> dict[str, Any]:
         """Wait for all answers, and return them as one document."""
-        drawn: dict[Choice, list[Token]] = {choice: [] for choice in self.choices.values()}
-        while not all(choice.ended for choice in drawn):
+        sampled: dict[Choice, list[Token]] = {choice: [] for choice in self.choices.values()}
+        while not all(choice.ended for choice in sampled):
             for choice, (_, taken) in pushed(await self.call.updates(), self.choices, self.call).items():
-                drawn[choice] += taken
-        choices = [self._choice(choice, taken) for choice, taken in drawn.items()]
+                sampled[choice] += taken
+        choices = [self._choice(choice, taken) for choice, taken in sampled.items()]
         return self._head("chat.completion") | {"choices": choices, "usage": self.usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:

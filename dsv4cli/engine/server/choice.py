@@ -53,7 +53,7 @@ class Choice:
         return self._stream.open_call
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens generated so far, including the end token."""
         return len(self._stream.answer.tokens)
 
@@ -75,7 +75,7 @@ class Choice:
             The deltas that the tokens add to the answer, and the tokens that are now certain to be part of its text.
         """
         answer, deltas = self._stream.answer, list[Delta]()
-        drawn, shown = answer.drawn, answer.shown
+        sampled, shown = answer.sampled, answer.shown
         for token in given:
             if self.ended:
                 break
@@ -86,9 +86,9 @@ class Choice:
             deltas = [delta for delta in deltas if delta.index < self._most_calls]
         if self.ended:
             call.finish(self.request)
-            if drawn < answer.drawn:
+            if sampled < answer.sampled:
                 self._say_repaired(self._stream.repairs)
-        self._metrics.count_generated(answer.drawn - drawn)
+        self._metrics.count_generated(answer.sampled - sampled)
         return deltas, answer.tokens[shown : answer.shown]
 
 

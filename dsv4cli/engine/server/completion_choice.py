@@ -33,7 +33,7 @@ class CompletionChoice:
         self._tokenizer = tokenizer
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens in the continuation."""
         return len(self.answer.tokens)
 

@@ -127,10 +127,10 @@ class CompletionReply:
 
     def _push(self, choice: CompletionChoice, given: list[Token]) -> tuple[str, list[Token]]:
         """Add tokens to a text, and return what `CompletionChoice.push` does."""
-        drawn = choice.drawn
+        sampled = choice.sampled
         added, taken = choice.push(given)
         self._taken[choice] += taken
-        self.service.metrics.count_generated(choice.drawn - drawn)
+        self.service.metrics.count_generated(choice.sampled - sampled)
         return added, taken
 
     def _take_likeliest(self) -> None:

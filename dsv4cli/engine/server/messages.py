@@ -117,7 +117,7 @@ class MessageReply:
             "input_tokens": len(self.asked.plan.ids) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
-            "output_tokens": self.choice.drawn,
+            "output_tokens": self.choice.sampled,
         }
 
 

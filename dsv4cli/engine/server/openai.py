@@ -14,7 +14,7 @@ class Counted(Protocol):
     """An answer with token counts."""
 
     @property
-    def drawn(self) -> int:
+    def sampled(self) -> int:
         """Number of tokens generated, including the end token."""
 
     @property
@@ -43,12 +43,12 @@ def usage_of(*prompts: tuple[int, Collection[Counted]]) -> dict[str, Any]:
         prompts: (number of tokens, answers) of each prompt.
     """
     counted = [answer for _, answers in prompts for answer in answers]
-    read, drawn = sum(tokens for tokens, _ in prompts), sum(one.drawn for one in counted)
+    read, sampled = sum(tokens for tokens, _ in prompts), sum(one.sampled for one in counted)
     cached = sum(max((one.cached for one in answers), default=0) for _, answers in prompts)
     return {
         "prompt_tokens": read,
-        "completion_tokens": drawn,
-        "total_tokens": read + drawn,
+        "completion_tokens": sampled,
+        "total_tokens": read + sampled,
         "prompt_tokens_details": {"cached_tokens": cached},
         "completion_tokens_details": {"reasoning_tokens": sum(one.reasoning_tokens for one in counted)},
     }

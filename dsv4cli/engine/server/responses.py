@@ -166,11 +166,11 @@ class ResponseReply:
         return f"event: {event['type']}\ndata: ".encode() + to_bytes(numbered) + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        read, drawn = len(self.asked.plan.ids), self.choice.drawn
+        read, sampled = len(self.asked.plan.ids), self.choice.sampled
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": self.choice.cached, "cache_write_tokens": 0},
-            "output_tokens": drawn,
+            "output_tokens": sampled,
             "output_tokens_details": {"reasoning_tokens": self.choice.reasoning_tokens},
-            "total_tokens": read + drawn,
+            "total_tokens": read + sampled,
         }

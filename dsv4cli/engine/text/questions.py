@@ -57,23 +57,23 @@ class Question:
     samples: int | None = None
     model: str | None = None
 
-    def sampling(self, usual: Sampling, sample: int) -> Sampling:
+    def sampling(self, defaults: Sampling, sample: int) -> Sampling:
         """Return the sampling parameters of answer number `sample`.
 
         Args:
-            usual: the parameters for the first answer of the first line.
+            defaults: the parameters for the first answer of the first line.
         """
         seed, more = (
-            usual.seed if self.seed is None else self.seed,
+            defaults.seed if self.seed is None else self.seed,
             {name: getattr(self, name) for name in MORE_SAMPLING},
         )
-        chosen = usual.chosen(self.temperature, self.top_p, seed, more)
+        chosen = defaults.chosen(self.temperature, self.top_p, seed, more)
         return sample_of(chosen, sample).plus(0 if self.seed is not None else self.index)
 
-    def limits(self, usual: Limits) -> Limits:
+    def limits(self, defaults: Limits) -> Limits:
         """Return the limits of its answers, with the command's limits as defaults."""
-        stops = usual.stops if self.stops is None else self.stops
-        return replace(usual, max_tokens=self.max_tokens or usual.max_tokens, stops=stops)
+        stops = defaults.stops if self.stops is None else self.stops
+        return replace(defaults, max_tokens=self.max_tokens or defaults.max_tokens, stops=stops)
 
 
 def sample_of(sampling: Sampling, sample: int) -> Sampling:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config.capacity import CPU_CHUNK, USUAL_CHUNK
+from dsv4cli.engine.config.capacity import CPU_CHUNK, DEFAULT_CHUNK
 from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.weights.reserve import Reserve
 from dsv4cli.engine.weights.sizes import RankSizes
@@ -125,12 +125,12 @@ class Placement:
     division: Division | None
     device: int
     host: int = 0
-    chunk: int = USUAL_CHUNK
+    chunk: int = DEFAULT_CHUNK
     dequantized: bool = False
 
 
 def decide(
-    sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
+    sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
 ) -> Placement:
     """Return the placement of each rank's weights.
 
@@ -143,71 +143,73 @@ def decide(
 
     Raises NotEnoughMemory.
     """
-    if room.on_cpu:
+    if memory.on_cpu:
         beside = _up_to(CPU_CHUNK, beside)
     without = replace(sizes, total=sizes.main, drafter=0)
     wanted = drafting.most != 0 and sizes.drafter > 0
     large = [one for one in beside if one.chunk >= DRAFTER_CHUNK]
-    found = _whole(sizes, room, beside if drafting.required else large or beside) if wanted else None
-    if found is not None and (drafting.required or _leaves_room(found, room, beside)):
+    found = _whole(sizes, memory, beside if drafting.required else large or beside) if wanted else None
+    if found is not None and (drafting.required or _leaves_space(found, memory, beside)):
         found = replace(found, drafter=True)
     else:
-        found = _whole(without, room, beside) or _divided(without, room, beside)
+        found = _whole(without, memory, beside) or _divided(without, memory, beside)
     if drafting.required and wanted and not found.drafter:
-        found = _with_drafter(sizes, room, beside, found)
-    if room.gpu is not None and found.device > room.gpu:
+        found = _with_drafter(sizes, memory, beside, found)
+    if memory.gpu is not None and found.device > memory.gpu:
         raise NotEnoughMemory(
-            f"the weights on the GPU take {found.device / 1e9:.4g} GB, but only {room.gpu / 1e9:.4g} GB are free",
+            f"the weights on the GPU take {found.device / 1e9:.4g} GB, but only {memory.gpu / 1e9:.4g} GB are free",
             "lower --gpu-memory, or leave it out",
         )
-    return _dequantized(found, sizes, room, beside)
+    return _dequantized(found, sizes, memory, beside)
 
 
-def _dequantized(found: Placement, sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+def _dequantized(found: Placement, sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement:
     """Return the placement with fp32 weights if they fit in a CPU's memory; drafter and chunk stay the same.
 
     The weights may use 1 / DEQUANTIZED_PART of free memory, or with --host-memory all that it allows.
     """
-    if room.each is None or not room.on_cpu or room.as_stored:
+    if memory.each is None or not memory.on_cpu or memory.as_stored:
         return found
-    most = room.each
-    if room.limits.host is None:
+    most = memory.each
+    if memory.limits.host is None:
         one = next(one for one in beside if one.chunk == found.chunk)
-        most = min(room.each // DEQUANTIZED_PART, room.each - one.total)
+        most = min(memory.each // DEQUANTIZED_PART, memory.each - one.total)
     size = sizes.dequantized - (0 if found.drafter else sizes.dequantized_drafter)
     return replace(found, dequantized=True, device=size) if size <= most else found
 
 
-def _with_drafter(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:
+def _with_drafter(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:
     """Return the placement with the drafter and offloaded experts. Raises NotEnoughMemory."""
     if without.division is not None:
         with suppress(NotEnoughMemory):
-            return replace(_divided(replace(sizes, drafter=0), room, beside), drafter=True)
+            return replace(_divided(replace(sizes, drafter=0), memory, beside), drafter=True)
     raise NotEnoughMemory(
         f"the drafter takes {sizes.drafter / 1e9:.4g} GB and does not fit with the other weights",
         "use --draft off, a higher --gpu-memory, more GPUs (--tp), or a machine with more memory",
     )
 
 
-def _whole(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
+def _whole(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
     """Return the placement with all weights on the device; None if they and the memory reserve do not fit."""
-    if room.on_cpu:
-        fitting = beside if room.each is None or sizes.total <= room.each else []
+    if memory.on_cpu:
+        fitting = beside if memory.each is None or sizes.total <= memory.each else []
     else:
-        fitting = [one for one in beside if sizes.total <= room.weights(one)]
-    return Placement(False, None, sizes.total, chunk=_roomy(fitting, sizes.total, room).chunk) if fitting else None
+        fitting = [one for one in beside if sizes.total <= memory.weights(one)]
+    return (
+        Placement(False, None, sizes.total, chunk=_with_space(fitting, sizes.total, memory).chunk) if fitting else None
+    )
 
 
-def _leaves_room(found: Placement, room: FreeMemory, beside: Sequence[Reserve]) -> bool:
+def _leaves_space(found: Placement, memory: FreeMemory, beside: Sequence[Reserve]) -> bool:
     """Return whether the reserve also fits. A user's limit covers weights alone: with one, this is not checked."""
     one = next(one for one in beside if one.chunk == found.chunk)
-    unlimited = (room.limits.gpu, room.limits.host) == (None, None)
-    return not unlimited or room.each is None or found.device + one.total <= room.each
+    unlimited = (memory.limits.gpu, memory.limits.host) == (None, None)
+    return not unlimited or memory.each is None or found.device + one.total <= memory.each
 
 
-def _roomy(beside: Sequence[Reserve], weights: int, room: FreeMemory) -> Reserve:
+def _with_space(beside: Sequence[Reserve], weights: int, memory: FreeMemory) -> Reserve:
     """Return the first reserve that fits with this many bytes of weights, or the last."""
-    return next((one for one in beside if room.each is None or weights + one.total <= room.each), beside[-1])
+    return next((one for one in beside if memory.each is None or weights + one.total <= memory.each), beside[-1])
 
 
 def _up_to(chunk: int, beside: Sequence[Reserve]) -> Sequence[Reserve]:
@@ -215,49 +217,53 @@ def _up_to(chunk: int, beside: Sequence[Reserve]) -> Sequence[Reserve]:
     return [one for one in beside if one.chunk <= chunk] or beside
 
 
-def _divided(sizes: RankSizes, room: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+def _divided(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement:
     """Return the placement with offloaded experts, with the first chunk that leaves memory for a token's experts."""
-    if room.on_cpu:
-        raise _host_is_short(sizes.total, room)
-    usual = _up_to(USUAL_CHUNK, beside)
-    one = next((one for one in usual if most_rows(sizes, room.weights(one)) >= sizes.chosen), usual[-1])
-    most = room.weights(one)
+    if memory.on_cpu:
+        raise _host_is_short(sizes.total, memory)
+    default = _up_to(DEFAULT_CHUNK, beside)
+    one = next((one for one in default if most_rows(sizes, memory.weights(one)) >= sizes.chosen), default[-1])
+    most = memory.weights(one)
     rows = most_rows(sizes, most)
     if rows < sizes.chosen:
         raise NotEnoughMemory(
             f"{max(most, 0) / 1e9:.4g} GB of GPU memory is not enough for the weights",
             f"use at least --gpu-memory {-(-least_on_gpu(sizes) // 10**6)}MB, or more GPUs (--tp)",
         )
-    division, device = Division(sizes.experts, rows, _slots(sizes, room, rows)), on_gpu(sizes, rows)
+    division, device = Division(sizes.experts, rows, _slots(sizes, memory, rows)), on_gpu(sizes, rows)
     host = sizes.layers * division.offloaded * sizes.expert + sizes.embedding
     return Placement(
-        False, division, device, host, (one if room.limits.gpu is None else _roomy(usual, device, room)).chunk
+        False,
+        division,
+        device,
+        host,
+        (one if memory.limits.gpu is None else _with_space(default, device, memory)).chunk,
     )
 
 
-def _host_is_short(needed: int, room: FreeMemory) -> NotEnoughMemory:
+def _host_is_short(needed: int, memory: FreeMemory) -> NotEnoughMemory:
     """Return the error for ranks of a machine that lacks `needed` bytes for each of them."""
-    assert room.host_weights is not None
-    ranks = f" of {room.ranks_here} ranks" if room.ranks_here > 1 else ""
+    assert memory.host_weights is not None
+    ranks = f" of {memory.ranks_here} ranks" if memory.ranks_here > 1 else ""
     return NotEnoughMemory(
-        f"the weights{ranks} take {needed * room.ranks_here / 1e9:.2f} GB and cpu has "
-        f"{room.host_weights / 1e9:.2f} GB free",
+        f"the weights{ranks} take {needed * memory.ranks_here / 1e9:.2f} GB and cpu has "
+        f"{memory.host_weights / 1e9:.2f} GB free",
         "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16",
     )
 
 
-def _slots(sizes: RankSizes, room: FreeMemory, rows: int) -> int:
+def _slots(sizes: RankSizes, memory: FreeMemory, rows: int) -> int:
     """Return the number of slots per layer. Raises NotEnoughMemory if host memory is too small."""
-    slots, limit = max(sizes.chosen, min(rows, sizes.experts - rows)), room.host_experts
+    slots, limit = max(sizes.chosen, min(rows, sizes.experts - rows)), memory.host_experts
     if limit is None:
         return slots
-    waiting = (limit // room.ranks_here - sizes.embedding) // (sizes.layers * sizes.expert)
+    waiting = (limit // memory.ranks_here - sizes.embedding) // (sizes.layers * sizes.expert)
     slots = min(slots, waiting + rows - sizes.experts)
     if slots < sizes.chosen:
         each = least_in_host(sizes, rows)
-        ranks = f" for {room.ranks_here} ranks" if room.ranks_here > 1 else ""
+        ranks = f" for {memory.ranks_here} ranks" if memory.ranks_here > 1 else ""
         raise NotEnoughMemory(
-            f"experts need at least {each * room.ranks_here / 1e9:.4g} GB of host memory{ranks}, but only "
+            f"experts need at least {each * memory.ranks_here / 1e9:.4g} GB of host memory{ranks}, but only "
             f"{limit / 1e9:.4g} GB may be used",
             "use more GPUs (--tp) or a machine with more memory; if the system reports too little memory, "
             "set --host-memory SIZE",

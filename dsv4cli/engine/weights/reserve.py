@@ -6,7 +6,7 @@ parallelism does not shard.
 
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_STEP_TOKENS, ROLLBACK, USUAL_CHUNK, divides_from
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, DEFAULT_CHUNK, MAX_STEP_TOKENS, ROLLBACK, divides_from
 from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -15,7 +15,7 @@ from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.shares import rows_each
 
 # prefill chunk sizes in tokens, the preferred first: a larger one is faster and needs more memory
-CHUNKS = (MAX_STEP_TOKENS, USUAL_CHUNK, 2048, 1024, 512, 256, 128, 64)
+CHUNKS = (MAX_STEP_TOKENS, DEFAULT_CHUNK, 2048, 1024, 512, 256, 128, 64)
 # assumed context in tokens if lengths are not known
 FAR = 131_072
 # bytes of loaded kernels and CUDA graphs (0.2 GB on an H200 with torch 2.11), and of NCCL with several ranks

@@ -67,7 +67,7 @@ class Recorder(Followers):
         super().__init__(World())
         self.orders, self.busy = [], False
 
-    def tell(self, orders):
+    def send_orders(self, orders):
         self.orders += json.loads(json.dumps(orders))
         self.busy = True
 

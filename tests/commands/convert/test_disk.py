@@ -12,7 +12,7 @@ import pytest
 
 from dsv4cli.engine.conversion import convert as conversion
 from dsv4cli.engine.conversion import write
-from dsv4cli.engine.conversion.room import told_apart
+from dsv4cli.engine.conversion.disk_space import distinct_sizes
 from dsv4cli.output import Output
 from tests.support import conversions, synthetic
 from tests.support.conversions import convert, files
@@ -118,7 +118,7 @@ def test_a_source_whose_other_file_cannot_be_read(source, tmp_path):
     ],
 )
 def test_numbers_do_not_contradict_each_other(counts, texts):
-    assert told_apart(*counts) == texts
+    assert distinct_sizes(*counts) == texts
 
 
 # --- a source that changes

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dsv4cli.engine.conversion import manifest, plan
-from dsv4cli.engine.conversion.hashed_file import CHUNK, HashedFile, Room
+from dsv4cli.engine.conversion.hashed_file import CHUNK, ByteBudget, HashedFile
 from dsv4cli.engine.conversion.manifest import Stopped, read_manifest
 from tests.support import conversions, crashing, synthetic
 from tests.support.conversions import convert, files
@@ -73,8 +73,8 @@ def test_no_byte_is_read_again_for_its_hash(source, tmp_path, read, target):
 
 
 def test_pieces_without_room_are_read_again_once(source, tmp_path, read, monkeypatch):
-    monkeypatch.setattr(Room, "take", lambda room, nbytes: False)
-    monkeypatch.setattr(Room, "give", lambda room, nbytes: None)
+    monkeypatch.setattr(ByteBudget, "take", lambda budget, nbytes: False)
+    monkeypatch.setattr(ByteBudget, "give", lambda budget, nbytes: None)
     convert(source, tmp_path / "out", *TARGETS["fp8"], *ALONE)
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")}
     for name, size in sizes.items():
@@ -140,10 +140,10 @@ def pieces_of(content, count, seed):
     return pieces
 
 
-@pytest.mark.parametrize("room", [0, 20_000, 1 << 30])
-def test_pieces_in_any_order_from_any_thread(tmp_path, room):
+@pytest.mark.parametrize("budget", [0, 20_000, 1 << 30])
+def test_pieces_in_any_order_from_any_thread(tmp_path, budget):
     content = random.Random(1).randbytes(3 * CHUNK + 17)
-    bounded = Room(room)
+    bounded = ByteBudget(budget)
     file = HashedFile(tmp_path / "file", len(content), bounded)
     with ThreadPoolExecutor(4) as pool:
         for begin, end in pieces_of(content, 300, 2):
@@ -152,7 +152,7 @@ def test_pieces_in_any_order_from_any_thread(tmp_path, room):
     file.close()
     assert (tmp_path / "file").read_bytes() == content
     # all that was taken is given back, and never was more taken than there was
-    assert bounded.take(room)
+    assert bounded.take(budget)
     assert not bounded.take(1)
 
 
@@ -161,7 +161,7 @@ def test_bytes_of_an_earlier_run(tmp_path, known):
     """Whether or not they are named, all that this run does not write is the earlier one's."""
     content = random.Random(3).randbytes(500)
     (tmp_path / "file").write_bytes(content[:400] + bytes(100))
-    file = HashedFile(tmp_path / "file", 500, Room(1000))
+    file = HashedFile(tmp_path / "file", 500, ByteBudget(1000))
     for begin, end in known:
         file.has(begin, end)
     file.write(memoryview(content)[400:], 400)
@@ -171,19 +171,19 @@ def test_bytes_of_an_earlier_run(tmp_path, known):
 
 
 def test_hashing_is_called_off(tmp_path):
-    room = Room(10)
-    file = HashedFile(tmp_path / "file", 20, room)
+    budget = ByteBudget(10)
+    file = HashedFile(tmp_path / "file", 20, budget)
     file.write(memoryview(bytes(10)), 10)
     stop = threading.Event()
     stop.set()
     with pytest.raises(Stopped):
         file.sha256(stop)
     file.close()
-    assert room.take(10)
+    assert budget.take(10)
 
 
 def test_a_file_that_becomes_shorter_is_no_endless_read(tmp_path):
-    file = HashedFile(tmp_path / "file", 20, Room(0))
+    file = HashedFile(tmp_path / "file", 20, ByteBudget(0))
     os.truncate(tmp_path / "file", 5)
     with pytest.raises(OSError, match="shorter") as failure:
         file.sha256(threading.Event())

@@ -70,7 +70,7 @@ def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypa
         asked.append(demand)
         yield NoCompilation()
 
-    monkeypatch.setattr(job, "compiled_meanwhile", meanwhile)
+    monkeypatch.setattr(job, "compiled_in_background", meanwhile)
     monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: None)
     monkeypatch.setattr("dsv4cli.commands.serve.run_server.left_by", lambda out: None)
     monkeypatch.setattr(Job, "kernels", "triton")

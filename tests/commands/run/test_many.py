@@ -45,17 +45,17 @@ def out(tmp_path):
 
 def stopping_after(monkeypatch, count, error=KeyboardInterrupt):
     """The run is ended when so many answers have ended."""
-    drawn = many.drawn
+    answers = many.model_answers
 
     def some(*arguments):
         ended = 0
-        for number, answer, pieces in drawn(*arguments):
+        for number, answer, pieces in answers(*arguments):
             yield number, answer, pieces
             ended += bool(answer.finish)
             if ended == count:
                 raise error
 
-    monkeypatch.setattr(many, "drawn", some)
+    monkeypatch.setattr(many, "model_answers", some)
 
 
 def test_answers_have_the_labels_of_their_lines(dsv4, prompts):

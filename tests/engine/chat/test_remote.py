@@ -31,7 +31,7 @@ def user(text):
 def test_it_may_be_broken_off_until_something_has_come(server):
     server.script = [Says(["a", "b"])]
     one = conversation(server)
-    seen = [(one.breakable, answer.drawn) for answer, _ in one.reply([user("x")], Sampling())]
+    seen = [(one.breakable, answer.sampled) for answer, _ in one.reply([user("x")], Sampling())]
     assert seen[0] == (True, 0)
     assert (False, 1) in seen
     assert all(breakable == (drawn == 0) for breakable, drawn in seen)

@@ -19,7 +19,7 @@ GREEDY = Sampling(0.0)
 def demand(lengths: list[int] | None, drafts: int | None = None, drawn: bool = True, **limits: int) -> Demand:
     config, samplings = parse_config(PRESETS["flash"], "flash"), [replace(GREEDY, seed=3)]
     numerics, drafting = Numerics.reference(), Drafting(drafts)
-    return demand_of(config, Formats(), numerics, Limits(**limits), samplings, drafting, lengths, drawn=drawn)
+    return demand_of(config, Formats(), numerics, Limits(**limits), samplings, drafting, lengths, sampled=drawn)
 
 
 def test_a_prompt_of_known_length_has_its_chunks():

@@ -135,7 +135,7 @@ def test_rows_are_read_once_and_begin_at_blocks(monkeypatch, rows):
 
 
 def test_random_weights_are_sound(tmp_path):
-    """Drawn as for tests and profiles, with scales far apart, rows of zeros and of -0: nothing to say."""
+    """Sampled as for tests and profiles, with scales far apart, rows of zeros and of -0: nothing to say."""
     for number, values in enumerate((synthetic.SMALL, synthetic.DSPARK)):
         folder = synthetic.write_checkpoint(tmp_path / str(number), values)
         report = check_values(recognise(folder), "full", lambda done, total: None)

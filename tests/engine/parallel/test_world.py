@@ -149,7 +149,7 @@ def test_what_rank_0_says_reaches_all(tmp_path):
         columns = torch.arange(6).view(3, 2) + 10 * world.rank
         gaps = torch.arange(12.0).view(3, 4)[:, 1:3] + world.rank
         return (
-            [world.tell(one) or one if world.rank == 0 else world.hear() for one in ORDERS],
+            [world.send_orders(one) or one if world.rank == 0 else world.receive_orders() for one in ORDERS],
             world.broadcast_object(["words", world.rank]),
             world.gather_columns(columns),
             world.sum_rounded(gaps, gaps.dtype),

@@ -47,7 +47,7 @@ def few_blocks(monkeypatch):
 def test_a_request_waits_until_it_has_room_for_all_its_tokens(few_blocks):
     few_blocks(6)
     one = Engine(model_of("mtp"), Capacity(4, cache_memory=memory(6, 4)), "cpu")
-    assert one.room == 6 * BLOCK_TOKENS - ROLLBACK
+    assert one.max_request_tokens == 6 * BLOCK_TOKENS - ROLLBACK
     # of 6 blocks: 3, 2, then 2 that wait, and 1 that does not overtake
     requests = [asked(text(length, length), tokens) for length, tokens in ((250, 9), (130, 9), (120, 8), (5, 9))]
     for request in requests:
@@ -99,7 +99,7 @@ def test_a_model_of_window_layers_has_states_too():
         plain = asked(ids, 3)
         answers(Engine(model((0,)), Capacity(), "cpu"), plain)
         assert request.ids == plain.ids
-        while one.runner.prefixes._give_way():
+        while one.runner.prefixes._evict_one():
             pass
     assert one.usage.host_bytes > 0
     check_empty(one)
@@ -224,7 +224,7 @@ def test_followers_do_the_same(drafting, few_blocks, monkeypatch):
     monkeypatch.setattr(pacer, "perf_counter", lambda: next(clock) * 0.01)
     for _ in range(40):
         play.move()
-        one._orders.tell()  # what it would tell with the next step
+        one._orders.send_orders()  # what it would tell with the next step
         picks += [given["pick"] for name, given in meeting.orders if name == "step"]
         meeting.follow(other)
         assert same(one.runner, other.runner)

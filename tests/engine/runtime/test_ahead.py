@@ -251,7 +251,7 @@ def test_followers_run_ahead_too(drafting, monkeypatch):
     def follow(step: int) -> None:
         if step == 7:
             one.cancel(requests[2])
-        one._orders.tell()  # what it would tell with the next step
+        one._orders.send_orders()  # what it would tell with the next step
         names.extend(meeting.follow(other))
         assert same_ranks(one.runner, other.runner)
         assert one.runner.ahead.launched == other.runner.ahead.launched
@@ -299,7 +299,7 @@ def test_ranks_are_busy_once_one_is_lost():
     rests = []
 
     class Lost(Meeting):
-        def tell(self, orders):
+        def send_orders(self, orders):
             raise RuntimeError("Connection closed by peer")
 
         def rest(self):

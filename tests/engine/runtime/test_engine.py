@@ -143,7 +143,7 @@ def test_a_short_prompt_is_answered_before_a_long_one():
 
 
 @pytest.mark.parametrize(("asked", "expected"), [({}, 3), ({"prefill_chunk": 30}, 2)])
-def test_a_step_has_as_many_tokens_of_a_prompt_as_the_model_has_room_for(monkeypatch, asked, expected):
+def test_a_step_has_as_many_tokens_of_a_prompt_as_the_model_has_space_for(monkeypatch, asked, expected):
     monkeypatch.setattr(model(), "prefill_chunk", 20)
     one, steps = engine([[5] * 60], max_tokens=1, **asked), 0
     while one.busy:

@@ -203,7 +203,7 @@ def test_a_state_that_is_read_back_keeps_its_pages():
     one.drop(snapshot)
     others = [kept(one, 300)[0] for _ in range(2)]  # all blocks
 
-    def give_way() -> bool:
+    def evict_one() -> bool:
         other = others.pop()
         if len(others) == 1:
             store.drop(stored)  # as the one that was used longest ago
@@ -211,7 +211,7 @@ def test_a_state_that_is_read_back_keeps_its_pages():
         one.drop(other)
         return True
 
-    one.give_way = give_way
+    one.evict_one = evict_one
     sequence = one.allocate()
     store.restore(sequence, stored)
     assert equal(held(one, sequence), expected)
@@ -264,7 +264,7 @@ def test_memory_is_pinned_before_its_use(monkeypatch):
         store._populating._thread.join()
     assert not store.prepare()
     assert pinned == [10] * -(-(ahead + taken) // 10)
-    while store.has_room_for(snapshot):
+    while store.has_space_for(snapshot):
         store.store(snapshot)
     while store.prepare():
         pass

@@ -27,4 +27,4 @@ def test_what_is_asked(lengths, limits, load):
 
 
 def test_what_is_only_scored_has_no_answer():
-    assert workload_of(CONFIG, Limits(20), [100], drawn=False) == Workload(100)
+    assert workload_of(CONFIG, Limits(20), [100], sampled=False) == Workload(100)

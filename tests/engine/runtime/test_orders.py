@@ -23,7 +23,7 @@ class Heard(Followers):
         super().__init__(World())
         self.heard = []
 
-    def tell(self, orders):
+    def send_orders(self, orders):
         self.heard.append(orders)
 
     def rest(self):
@@ -35,8 +35,8 @@ def test_orders_are_told_once_in_their_order():
     orders = Orders(followers)
     orders.add("end", number=3)
     orders.add("prepare")
-    orders.tell()
-    orders.tell()
+    orders.send_orders()
+    orders.send_orders()
     orders.rest()
     assert followers.heard == [[("end", {"number": 3}), ("prepare", {})], [], "rest"]
 
@@ -45,7 +45,7 @@ def test_where_nobody_follows_nothing_is_kept():
     orders = Orders(None)
     orders.add("prepare")
     assert orders.waiting == []
-    orders.tell()
+    orders.send_orders()
     orders.rest()
 
 

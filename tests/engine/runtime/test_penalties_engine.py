@@ -137,9 +137,9 @@ def test_a_gpu_follows_the_definition(monkeypatch, drafts):
 
 
 def test_requests_without_penalties_have_the_bits_that_they_have_alone(monkeypatch):
-    honest, seen = leader_step.drawable, []
+    honest, seen = leader_step.masked_logits, []
 
-    def drawable(ready, logits, counts):
+    def masked_logits(ready, logits, counts):
         found = honest(ready, logits, counts)
         rows = [chunk.request.sampling for chunk in ready]
         seen.append(any(one.penalizes for one in rows))
@@ -148,7 +148,7 @@ def test_requests_without_penalties_have_the_bits_that_they_have_alone(monkeypat
             assert one.penalizes or torch.equal(found[row], logits[row])
         return found
 
-    monkeypatch.setattr(leader_step, "drawable", drawable)
+    monkeypatch.setattr(leader_step, "masked_logits", masked_logits)
     plain = [Sampling(1.0, seed=1), Sampling(0.0), Sampling(1.0, 0.9, seed=2)]
     together = answers(model_of("mtp"), requests([*plain, PENALTIES]), 0)
     assert {*seen} == {True, False}  # the last request ends first

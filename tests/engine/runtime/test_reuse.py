@@ -105,7 +105,7 @@ def kept(one: Engine, length: int) -> None:
 def in_host_memory(one: Engine) -> None:
     """Has every state leave the device."""
     prefixes = one.runner.prefixes
-    while prefixes._give_way():
+    while prefixes._evict_one():
         pass
     used = one.usage
     assert (used.device_bytes, used.blocks, used.slots) == (0, 0, 0)

@@ -27,7 +27,7 @@ class Meeting(Followers):
         super().__init__(World())
         self.orders, self.sent, self.leads = [], [], True
 
-    def tell(self, orders):
+    def send_orders(self, orders):
         self.orders += json.loads(json.dumps(orders))
 
     def rest(self):
@@ -110,7 +110,7 @@ def test_followers_take_the_same_drafts(drafter, captures, meeting, monkeypatch)
             one.add(requests[2])
         if steps == 7:
             one.cancel(requests[0])
-        one._orders.tell()  # what it would tell with the next step
+        one._orders.send_orders()  # what it would tell with the next step
         names += meeting.follow(other)
         assert same(one.runner, other.runner)
         assert not meeting.sent
@@ -133,7 +133,7 @@ def test_followers_keep_the_same_prefixes(meeting):
         know(one, [*[[]] * number, ids + text(20, 9)], everywhere())
         while one.busy:
             one.step()
-        one._orders.tell()
+        one._orders.send_orders()
         meeting.follow(other)
         assert same(one.runner, other.runner)
         ids = request.ids[: len(request.ids) - 2 * number] + text(5, number)

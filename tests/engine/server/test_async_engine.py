@@ -58,7 +58,7 @@ def engine_of(lines, **own):
     """An engine that computes nothing, as the event loop sees it."""
     runner = SimpleNamespace(cache=SimpleNamespace(device=torch.device("cpu")))
     nothing = {"busy": False, "prepare": lambda: False, "preparing": False, "unpinned": None, "add": lambda _: None}
-    nothing |= {"cancel": lambda _: None, "followers": None, "room": None, "runner": runner}
+    nothing |= {"cancel": lambda _: None, "followers": None, "max_request_tokens": None, "runner": runner}
     engine = SimpleNamespace(**nothing | own)
     one = AsyncEngine(engine, 9, Metrics(), lambda: 0, lines.append)
     try:

@@ -47,8 +47,8 @@ def test_a_small_model_computes_a_few_tokens_with_one_thread(two_threads, monkey
 
 def test_a_small_model_draws_with_one_thread(two_threads, monkeypatch):
     seen = []
-    drawn = drawing.drawn_later
-    monkeypatch.setattr(drawing, "drawn_later", lambda *given: seen.append(torch.get_num_threads()) or drawn(*given))
+    drawn = drawing.start_logprobs
+    monkeypatch.setattr(drawing, "start_logprobs", lambda *given: seen.append(torch.get_num_threads()) or drawn(*given))
     engine = Engine.of(model(), [Request([1], Sampling(0.0), Limits(max_tokens=2))], "cpu")
     while engine.busy:
         engine.step()

@@ -76,5 +76,5 @@ def test_what_prompts_ask_of_a_model():
     assert workload_of(config, Limits(), None) == Workload(FAR)
     assert workload_of(config, limits, [10, 4800]) == Workload(4900, 2)
     assert workload_of(config, limits, [10, 4950]) == Workload(5000, 2)
-    assert workload_of(config, limits, [10, 4950], drawn=False) == Workload(4950, 2)
+    assert workload_of(config, limits, [10, 4950], sampled=False) == Workload(4950, 2)
     assert workload_of(config, limits, [10] * 99).batch == 64

@@ -161,10 +161,10 @@ class SharedModel:
 
     def _placement(self, ranks: int, free: int, beside: Sequence[Reserve], on_gpu: bool) -> Placement | None:
         if on_gpu:
-            room = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks)
+            memory = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks)
         else:
-            room = FreeMemory(None, max(free - CPU_RESERVE, 0))
+            memory = FreeMemory(None, max(free - CPU_RESERVE, 0))
         try:
-            return decide(self.sizes(ranks), room, beside)
+            return decide(self.sizes(ranks), memory, beside)
         except NotEnoughMemory:
             return None

@@ -18,7 +18,7 @@ RATE, SOON, FORGET = 0.1, 0.2, 0.99
 FIRST_GUESS, WORTH_A_TRY = 0.8, 0.25
 # while drafts do not pay, one step in PROBE still drafts, because that can change; the next steps draft too while
 # SURPRISE times as many drafts as expected are accepted, but at most PATIENCE steps
-PROBE, SURPRISE, PATIENCE = 128, 1.5, 3
+PROBE, SURPRISE, MAX_CREDIT = 128, 1.5, 3
 # steps with fewer rows than any timed one: minimum share of the time that does not depend on rows
 FIXED_SHARE = 0.5
 # steps with more rows than any timed one: minimum time per added row, as a share
@@ -77,7 +77,7 @@ class DraftController:
         self._mean = [FIRST_GUESS] * most
         # steps since drafts have paid; of drafts that are made to see: whether the last step made some, how many more
         # do; of the first drafts of this step: how many were taken to be right, and were
-        self._closed, self._probing, self._patience = 0, False, 0
+        self._closed, self._probing, self._credit = 0, False, 0
         self._thought, self._right = 0.0, 0
 
     def believed(self, chance: float) -> float:
@@ -90,7 +90,7 @@ class DraftController:
         probabilities.
         """
         longest = max((len(own) for own in chances), default=0)
-        most = min(longest, self._room(sequences))
+        most = min(longest, self._most_per_sequence(sequences))
         drafting = self.drafting.guess(sequences, longest) or 0.0
         expected, survival = [float(sequences)], [1.0] * len(chances)
         for number in range(most):
@@ -108,15 +108,15 @@ class DraftController:
 
     def count(self, sequences: int) -> int:
         """Return how many tokens to draft after the next step of this many sequences."""
-        most = min(self._most, self._room(sequences))
+        most = min(self._most, self._most_per_sequence(sequences))
         if not self.drafting.seconds:
             return most
         best = max(range(most + 1), key=lambda count: (self._steady(sequences, count), -count))
         self._closed = 0 if best else self._closed + 1
         if self._thought:
             change = 1 if self._right > SURPRISE * self._thought else -1
-            self._patience = min(max(self._patience + change, 0), PATIENCE)
-        self._probing = not best and (self._patience > 0 or self._closed % PROBE == 0)
+            self._credit = min(max(self._credit + change, 0), MAX_CREDIT)
+        self._probing = not best and (self._credit > 0 or self._closed % PROBE == 0)
         self._thought, self._right = 0.0, 0
         return best or min(most, int(self._probing))
 
@@ -131,7 +131,7 @@ class DraftController:
             self._seen[at] = FORGET * self._seen[at] + 1
             self._accepted[at] = FORGET * self._accepted[at] + (number < accepted)
 
-    def _room(self, sequences: int) -> int:
+    def _most_per_sequence(self, sequences: int) -> int:
         """Return the draft tokens per sequence that fit a step."""
         return max(self._rows // batch_size(sequences) - 1, 0)
 
@@ -157,7 +157,7 @@ class AlwaysDraft(DraftController):
 
     def count(self, sequences: int) -> int:
         """Return as many as fit."""
-        return min(self._most, self._room(sequences))
+        return min(self._most, self._most_per_sequence(sequences))
 
 
 def _bin(chance: float) -> int:

@@ -25,7 +25,7 @@ class DraftPlan:
         drafting: the most draft tokens; None means the drafter's usual number.
         rows: the most rows of a step with draft tokens.
         """
-        bound = drafter.usual if drafting.most is None else min(drafting.most, drafter.most)
+        bound = drafter.default if drafting.most is None else min(drafting.most, drafter.most)
         self.gate = AlwaysDraft(bound, rows) if drafting.always else DraftController(bound, rows)
         self.report = DraftReport(drafter.name, per_position=[0] * bound)
         self._chances: dict[Request, list[float]] = {}
@@ -43,14 +43,14 @@ class DraftPlan:
             request.drafts = request.drafts[: max(min(count, request.end - len(request.ids) - 1), 0)]
         return self.gate.count(len(requests))
 
-    def take(self, ready: Sequence[Chunk], drawn: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
+    def take(self, ready: Sequence[Chunk], sampled: Sequence[Sequence[Token]], made: Sequence[Sequence[float]]) -> None:
         """Record each ready request's tokens and its new draft tokens, followed by their probabilities.
 
         Draft tokens after the end of an answer do not count. Raises UnsoundResult for probabilities that are not
         finite.
         """
         report, per_position, steps, drafted, count = self.report, list(self.report.per_position), 0, 0, 0
-        for chunk, tokens, row in zip(ready, drawn, made, strict=True):
+        for chunk, tokens, row in zip(ready, sampled, made, strict=True):
             accepted = len(tokens) - 1
             decodes = chunk.first >= len(chunk.request.prompt)  # not where a prompt is read
             steps, count = steps + decodes, count + len(tokens) * decodes

@@ -61,7 +61,7 @@ class Drafter(Protocol):
         """The most draft tokens in a step."""
 
     @property
-    def usual(self) -> int:
+    def default(self) -> int:
         """The number of draft tokens that pays on prose."""
 
     @property
@@ -80,7 +80,7 @@ def most_drafts(config: ModelConfig) -> int:
     return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
 
 
-def usual_drafts(config: ModelConfig) -> int:
+def default_drafts(config: ModelConfig) -> int:
     """Return the number of draft tokens that pays on prose: a few for MTP, the block for DSpark, 0 without a
     drafter.
     """
@@ -107,7 +107,7 @@ class MTPDrafter:
         stage = model.mtp[0]
         assert isinstance(stage, MTP)
         self._model, self._cache, self._stage = model, cache, stage
-        self.most, self.usual = most_drafts(model.config), usual_drafts(model.config)
+        self.most, self.default = most_drafts(model.config), default_drafts(model.config)
         self._layer = cache.layers[model.config.num_hidden_layers]
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
@@ -137,7 +137,7 @@ class DSparkDrafter:
     def __init__(self, model: Transformer, cache: Cache) -> None:
         assert isinstance(model.mtp, DSpark)
         self._model, self._cache, self._stages = model, cache, model.mtp
-        self.most, self.usual = most_drafts(model.config), usual_drafts(model.config)
+        self.most, self.default = most_drafts(model.config), default_drafts(model.config)
 
     def absorb(self, hidden: HiddenStates, next_ids: torch.Tensor, batch: Batch) -> None:
         """See `Drafter.absorb`. The next tokens are not used."""

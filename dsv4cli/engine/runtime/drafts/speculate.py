@@ -41,8 +41,8 @@ class Verified:
             next_ids: int64 [T], the token after each row; for these rows, what the model sampled.
         """
         number = torch.arange(self.drafts.shape[1], device=next_ids.device)
-        drawn = next_ids[self.rows[:, None] + torch.minimum(number, self.drafted[:, None])]
-        same = (drawn == self.drafts) & (number < self.drafted[:, None])
+        sampled = next_ids[self.rows[:, None] + torch.minimum(number, self.drafted[:, None])]
+        same = (sampled == self.drafts) & (number < self.drafted[:, None])
         return same.long().cumprod(1).sum(1)
 
 

@@ -45,8 +45,8 @@ class PrefillGraphs:
 
     def hold(self, work: Work) -> bool:
         """Return whether a captured step fits the next tokens of these sequences."""
-        room = rows_needed([len(ids) for _, ids in work])
-        return len(work) <= most_sequences(self._graphs) and room <= max(self._sizes(), default=0)
+        rows = rows_needed([len(ids) for _, ids in work])
+        return len(work) <= most_sequences(self._graphs) and rows <= max(self._sizes(), default=0)
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
         """Return the model's output for the next tokens of these sequences and for padding, and the batch of all rows.

@@ -12,7 +12,7 @@ from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.sampling import BANNED
 
 
-def drawable(ready: Sequence[Chunk], logits: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
+def masked_logits(ready: Sequence[Chunk], logits: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
     """Return the logits fp32 [R, V] with each request's bias, then its penalties, and `BANNED` for tokens that its
     constraint forbids.
 

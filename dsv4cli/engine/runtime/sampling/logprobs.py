@@ -15,22 +15,22 @@ from dsv4cli.kernels.sampling import logsumexp
 # rows of logits at once: 256 x 129,280 in fp32 are 132 MB
 LOGIT_ROWS = 256
 # a token, its log-probability and the alternatives
-Drawn = tuple[int, float, Alternatives]
+TokenLogprobs = tuple[int, float, Alternatives]
 
 
-def drawn_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[Drawn]:
+def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[TokenLogprobs]:
     """Return the log-probabilities of the tokens int64 [R] that follow logits fp32 [R, V], with `count` alternatives
     each.
 
     Waits for the device. Raises UnsoundResult for logits that are not finite.
     """
-    return drawn_later(logits, tokens, count, None)()[0]
+    return start_logprobs(logits, tokens, count, None)()[0]
 
 
 @torch.inference_mode()
-def drawn_later(
+def start_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
-) -> Callable[[], tuple[list[Drawn], list[list[float]]]]:
+) -> Callable[[], tuple[list[TokenLogprobs], list[list[float]]]]:
     """Start the same together with other numbers on the device, fp64 [B, n]; return a function that waits for both.
 
     What is launched in between is not waited for.
@@ -45,15 +45,15 @@ def drawn_later(
     flat = known.flatten() if more is None else torch.cat((known.flatten(), more.flatten()))
     arriving = download(flat)
 
-    def read() -> tuple[list[Drawn], list[list[float]]]:
+    def read() -> tuple[list[TokenLogprobs], list[list[float]]]:
         numbers = arriving()
-        drawn = _drawn(_rows(numbers[: known.numel()], *known.shape))
-        return drawn, [] if more is None else _rows(numbers[known.numel() :], *more.shape)
+        sampled = _split_rows(_rows(numbers[: known.numel()], *known.shape))
+        return sampled, [] if more is None else _rows(numbers[known.numel() :], *more.shape)
 
     return read
 
 
-def _drawn(table: list[list[float]]) -> list[Drawn]:
+def _split_rows(table: list[list[float]]) -> list[TokenLogprobs]:
     """Split rows of token, log-probability, alternatives and their log-probabilities."""
     if any(isnan(row[1]) for row in table):
         raise not_finite()

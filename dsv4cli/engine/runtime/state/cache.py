@@ -52,7 +52,7 @@ class Cache:
     Attributes:
         copies: the ring buffers.
         entries: the blocks.
-        give_way: called if a bounded cache has no free block; evicts a state and returns whether there was one. Set by
+        evict_one: called if a bounded cache has no free block; evicts a state and returns whether there was one. Set by
             the prefix cache.
     """
 
@@ -77,7 +77,7 @@ class Cache:
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
         self._versions: list[int] = []  # per block: how often it was taken or may have been written
         self._free_blocks: list[int] = []
-        self.give_way: Callable[[], bool] = gives_nothing
+        self.evict_one: Callable[[], bool] = gives_nothing
         self.bounded = False
 
     def _layer(self, ratio: int, numerics: Numerics, slots: int) -> LayerCache:
@@ -260,7 +260,7 @@ class Cache:
         while not self._free_blocks:
             if not self.bounded:
                 self.provide(max(2 * self.blocks, FEWEST_BLOCKS))
-            elif not self.give_way():
+            elif not self.evict_one():
                 raise NotEnoughMemory(
                     f"all {self.blocks:,} blocks of the cache are taken", "end a sequence or give the cache more memory"
                 )

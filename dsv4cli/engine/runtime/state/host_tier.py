@@ -96,7 +96,7 @@ class HostTier:
         """Return whether an empty tier would have enough pages for the snapshot."""
         return len(snapshot.blocks) + self._ring_pages <= len(self._pages)
 
-    def has_room_for(self, snapshot: Snapshot) -> bool:
+    def has_space_for(self, snapshot: Snapshot) -> bool:
         """Return whether there are enough free pages for what the snapshot does not share with stored states."""
         known = sum(self._known_page(block) is not None for block in snapshot.blocks)
         return len(snapshot.blocks) - known + self._ring_pages <= len(self._free)

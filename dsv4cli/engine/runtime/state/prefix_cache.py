@@ -38,7 +38,7 @@ class PrefixCache:
         self._host = host
         self._states = StateIndex()
         self._count = 0
-        cache.give_way = self._give_way
+        cache.evict_one = self._evict_one
 
     @property
     def states(self) -> list[KeptState]:
@@ -66,7 +66,7 @@ class PrefixCache:
         """Prepare host memory for the next states. Return whether anything was missing."""
         return self._host is not None and self._host.prepare()
 
-    def prepare_meanwhile(self) -> None:
+    def prepare_next(self) -> None:
         """Prepare some host memory while the device computes, for 2 ms at most."""
         if self._host is not None:
             self._host.pin_next()
@@ -200,7 +200,7 @@ class PrefixCache:
                 min(begins, key=lambda one: one.length).used = self._count
                 return
 
-    def _give_way(self) -> bool:
+    def _evict_one(self) -> bool:
         """Evict the oldest state whose blocks no other holds, else the oldest. Return whether there was one."""
         there = self._states.on_device
         alone = [state for state in there if isinstance(state.held, Snapshot) and self.cache.frees(state.held)]
@@ -215,12 +215,12 @@ class PrefixCache:
         if host is None or not host.could_hold(snapshot):
             self._drop(state)
             return
-        stored = [] if host.has_room_for(snapshot) else sorted(self._states.in_host_memory, key=age_of)
+        stored = [] if host.has_space_for(snapshot) else sorted(self._states.in_host_memory, key=age_of)
         for one in stored:
             self._drop(one)
-            if host.has_room_for(snapshot):
+            if host.has_space_for(snapshot):
                 break
-        if not host.has_room_for(snapshot):  # pages that are being read back cannot be freed
+        if not host.has_space_for(snapshot):  # pages that are being read back cannot be freed
             self._drop(state)
             return
         self._states.take_to_host_memory(state, host.store(snapshot))

@@ -18,7 +18,7 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 FEW, FEW_FP4 = 16, 2
 
 
-def _way(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
+def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Return the module that multiplies x [T, K] or [T, G, K] by this weight."""
     if weight.dtype == torch.uint8:
         raise KernelUnsupported("the Triton linears support NVFP4 weights only one at a time, with their scale_2")
@@ -33,21 +33,21 @@ def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
         assert scale is not None
         # no known checkpoint has linears in NVFP4: this is exact, and takes as long as writing the weights in bf16
         return (linear_fp32(x, tiled.widened(weight, scale)) * scale_2).to(x.dtype)
-    return _way(x, weight).linear(x, matrix)
+    return _kernel_module(x, weight).linear(x, matrix)
 
 
 def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     if matrix.scale_2 is not None:
         return linear(fp8_round(x, FP8_BLOCK), matrix)
-    return _way(x, matrix.weight).rounded_linear(x, matrix)
+    return _kernel_module(x, matrix.weight).rounded_linear(x, matrix)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _way(x, weight).linear_fp32(x, weight)
+    return _kernel_module(x, weight).linear_fp32(x, weight)
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    return _way(x, matrix.weight).grouped_linear(x, matrix)
+    return _kernel_module(x, matrix.weight).grouped_linear(x, matrix)
 
 
 def linears(
@@ -56,9 +56,9 @@ def linears(
     plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    ways = {_way(x, weight) for weight in (*(one.weight for one in (*rounded, *plain)), *fp32)}
-    if len(ways) == 1:
-        return ways.pop().linears(x, rounded, plain, fp32)
+    modules = {_kernel_module(x, weight) for weight in (*(one.weight for one in (*rounded, *plain)), *fp32)}
+    if len(modules) == 1:
+        return modules.pop().linears(x, rounded, plain, fp32)
     return (
         [rounded_linear(x, matrix) for matrix in rounded],
         [linear(x, matrix) for matrix in plain],
@@ -78,7 +78,7 @@ def normed_linears(
     # launch of a norm)
     rows = planned_rows(x.shape[0])
     if rows == 1:
-        once = all(_way(x, matrix.weight) is gemv for matrix in matrices)
+        once = all(_kernel_module(x, matrix.weight) is gemv for matrix in matrices)
     else:
         once = rows > 1 and all(few_rows.takes(x[:, None], matrix) for matrix in matrices)
     if once:

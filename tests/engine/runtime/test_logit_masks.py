@@ -9,7 +9,7 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.sampling.logit_masks import BANNED, drawable
+from dsv4cli.engine.runtime.sampling.logit_masks import BANNED, masked_logits
 from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import Chunk
@@ -56,13 +56,13 @@ def test_each_row_has_what_its_request_asks_for(device):
     expected[6, 3] = BANNED
     expected[6, 4] += 2.0
     expected[7, [2, 130]] = BANNED
-    assert torch.equal(drawable(ready, logits, TokenCounts(logits.device)), expected)
+    assert torch.equal(masked_logits(ready, logits, TokenCounts(logits.device)), expected)
     assert torch.equal(logits, given)
 
 
 def test_nothing_is_made_where_nothing_is_asked():
     logits = torch.zeros(3, WIDTH)
-    assert drawable([chunk(), chunk([7], Script())], logits, TokenCounts(logits.device)) is logits
+    assert masked_logits([chunk(), chunk([7], Script())], logits, TokenCounts(logits.device)) is logits
 
 
 @pytest.mark.gpu

@@ -23,7 +23,7 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def told_apart(*counts: int) -> list[str]:
+def distinct_sizes(*counts: int) -> list[str]:
     """Format bytes as GB with enough digits that different numbers look different and none looks like zero."""
     texts: list[str] = []
     for digits in range(2, 10):
@@ -56,8 +56,8 @@ def _sentence(error: OSError, output: Path, missing: Callable[[], int]) -> Dsv4E
         need, free = missing(), free_bytes(output)
     except OSError:
         return DiskError(f"{target}: {reason}", f"check the disk, {AGAIN}")
-    texts = told_apart(need, free)
-    room = f"{texts[0]} still to be written, {texts[1]} free"
+    texts = distinct_sizes(need, free)
+    space = f"{texts[0]} still to be written, {texts[1]} free"
     if error.errno in FULL:
-        return NotEnoughDisk(f"{output}: {FULL[error.errno]}: {room}", f"free some space, {AGAIN}")
-    return DiskError(f"{target}: {reason}: {room}", f"check the disk, {AGAIN}")
+        return NotEnoughDisk(f"{output}: {FULL[error.errno]}: {space}", f"free some space, {AGAIN}")
+    return DiskError(f"{target}: {reason}: {space}", f"check the disk, {AGAIN}")
