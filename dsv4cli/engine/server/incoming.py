@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from dsv4cli.engine.server.accounts import Account
-from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.refusals import PromptTooLong, Refusal
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text.inputs import BYTE_ORDER_MARK, parse_json
 from dsv4cli.errors import UsageError
@@ -127,6 +127,6 @@ async def _read(http: Request, service: Service, prompts: int) -> bytearray:
         else:
             content.clear()  # keep reading: a client that is still sending does not see the refusal
     if size > most:
-        reason = f"the body has {size:,} bytes, more than any prompt of {service.context:,} tokens: remove"
-        raise Refusal(400, f"{reason} earlier messages", code="context_length_exceeded")
+        # a prompt of `context` tokens has fewer bytes
+        raise PromptTooLong(service.context, service.context, counted=False)
     return content

@@ -65,6 +65,37 @@ class Refusal(Exception):
         return json_response(self.body(anthropic), self.status, headers)
 
 
+class PromptTooLong(Refusal):
+    """The refusal of a prompt that leaves no tokens for an answer, in the words by which agents recognize it.
+
+    Clients of both APIs match the text: Claude Code and litellm, for example, then shorten the conversation.
+    """
+
+    def __init__(self, tokens: int, context: int, counted: bool = True) -> None:
+        """Describe the prompt.
+
+        Args:
+            tokens: tokens of the prompt; if it was not `counted` to its end, a number that it exceeds.
+            context: the context length, prompt and answer together.
+        """
+        more = "" if counted else "more than "
+        super().__init__(
+            400,
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in {more}{tokens} "
+            "tokens. Please reduce the length of the messages.",
+            code="context_length_exceeded",
+        )
+        rest = "" if counted else " (at least; the rest was not counted)"
+        self._anthropic = f"prompt is too long: {tokens + (not counted)} tokens > {context - 1} maximum{rest}"
+
+    def body(self, anthropic: bool) -> dict[str, Any]:
+        """Return the error as a JSON document."""
+        body = super().body(anthropic)
+        if anthropic:
+            body["error"]["message"] = self._anthropic
+        return body
+
+
 def bad_field(name: str, reason: str) -> Refusal:
     """Return the refusal of a request with an invalid field."""
     return Refusal(400, f"{name}: {reason}", name)

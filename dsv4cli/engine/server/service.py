@@ -14,7 +14,7 @@ from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.server.async_engine import AsyncEngine
 from dsv4cli.engine.server.efforts import Effort
 from dsv4cli.engine.server.metrics import Metrics
-from dsv4cli.engine.server.refusals import Refusal
+from dsv4cli.engine.server.refusals import PromptTooLong
 from dsv4cli.engine.server.response_seal import Seal
 from dsv4cli.engine.server.response_store import ResponseStore
 from dsv4cli.engine.settings import MAX_SEED, Limits, Sampling
@@ -94,21 +94,8 @@ class Service:
     def room(self, ids: list[int]) -> int:
         """Return how many tokens a prompt leaves for the answer. Raises `Refusal` if it leaves none."""
         if len(ids) >= self.context:
-            raise self.too_long(f"{len(ids):,}")
+            raise PromptTooLong(len(ids), self.context)
         return self.context - len(ids)
-
-    def too_long(self, tokens: str) -> Refusal:
-        """Return the refusal of a prompt that exceeds the context length.
-
-        Args:
-            tokens: its number of tokens, as text.
-        """
-        return Refusal(
-            400,
-            f"the prompt has {tokens} tokens, and the context limit is {self.context:,} tokens, including the answer: "
-            "remove earlier messages",
-            code="context_length_exceeded",
-        )
 
     def prompt(self, dialogue: Dialogue, messages: list[Message]) -> list[int]:
         """Return the token ids of a validated conversation. Raises `Refusal` if there are more than `most_tokens`."""
@@ -127,7 +114,7 @@ class Service:
         try:
             yield
         except TooManyTokens:
-            raise self.too_long(f"more than {self.most_tokens:,}") from None
+            raise PromptTooLong(self.most_tokens, self.context, counted=False) from None
 
     def seed(self, given: int | None) -> int:
         """Return the seed of a request. One outside the valid range wraps around."""

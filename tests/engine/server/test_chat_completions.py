@@ -597,7 +597,7 @@ def test_a_prompt_that_cannot_fit_is_refused_with_both_numbers(nano):
     status, document = nano.post("/v1/chat/completions", asking("a b " * 5000))
     assert status == 400
     assert document["error"]["code"] == "context_length_exceeded"
-    assert "context limit is 8,192 tokens" in document["error"]["message"]
+    assert "maximum context length is 8192 tokens" in document["error"]["message"]
 
 
 def test_nothing_is_held_when_all_have_ended(nano):

@@ -31,12 +31,22 @@ PLACES = {
 }
 
 
-def refused(nano, path, body, message):
+def refused(nano, path, body, tokens, counted=True):
+    """In the words of the API, by which agents recognize a prompt that is too long."""
     status, document = nano.post(path, body)
     assert status == 400, document
-    assert message in document["error"]["message"]
-    if "error" not in document.get("type", ""):  # Anthropic's errors have no code
-        assert document["error"]["code"] == "context_length_exceeded"
+    error = document["error"]
+    if path.startswith("/v1/messages"):
+        rest = "" if counted else " (at least; the rest was not counted)"
+        assert document["type"] == "error"
+        assert error["type"] == "invalid_request_error"
+        assert error["message"] == f"prompt is too long: {tokens + (not counted)} tokens > 8191 maximum{rest}"
+    else:
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"] == (
+            "This model's maximum context length is 8192 tokens. However, your messages resulted in "
+            f"{'' if counted else 'more than '}{tokens} tokens. Please reduce the length of the messages."
+        )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -44,7 +54,7 @@ def test_a_prompt_is_counted_up_to_a_bound(nano, monkeypatch, place):
     path, body = PLACES[place]
     seen, encoded = [], tokenizer._encoded
     monkeypatch.setattr(tokenizer, "_encoded", lambda backend, text: seen.append(text) or encoded(backend, text))
-    refused(nano, path, body("a " * 80_000), "the prompt has more than 16,384 tokens, and the context limit is 8,192")
+    refused(nano, path, body("a " * 80_000), 16_384, counted=False)
     assert sum(map(len, seen)) < 70_000
 
 
@@ -52,7 +62,7 @@ def test_a_prompt_is_counted_up_to_a_bound(nano, monkeypatch, place):
 def test_a_prompt_that_cannot_fit_is_not_encoded(nano, monkeypatch, place):
     path, body = PLACES[place]
     monkeypatch.setattr(tokenizer, "_encoded", lambda *_: [])
-    refused(nano, path, body("a " * 300_000), "the prompt has more than 16,384 tokens")
+    refused(nano, path, body("a " * 300_000), 16_384, counted=False)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -60,12 +70,15 @@ def test_a_body_that_cannot_fit_is_not_read_as_json(nano, monkeypatch, place):
     path, body = PLACES[place]
     monkeypatch.setattr(incoming, "BESIDE_PROMPTS", -incoming.MOST_BODY)
     monkeypatch.setattr(incoming, "_object", lambda _: 1 / 0)
-    refused(nano, path, body("a " * 1000), "more than any prompt of 8,192 tokens: remove")
+    refused(nano, path, body("a " * 1000), 8192, counted=False)
 
 
 def test_a_prompt_that_is_somewhat_too_long_is_refused_with_its_length(nano):
-    refused(nano, "/v1/completions", {"prompt": "a " * 8200}, "the prompt has 8,201 tokens, and the context limit is")
+    refused(nano, "/v1/completions", {"prompt": "a " * 8200}, 8201)
     assert nano.post("/tokenize", {"prompt": "a " * 8200})[1]["count"] == 8201
+    said = asking("a " * 9000, max_tokens=1)
+    count = nano.post("/v1/messages/count_tokens", said)[1]["input_tokens"]
+    refused(nano, "/v1/messages", said, count)
 
 
 @pytest.mark.parametrize(
