@@ -1,5 +1,8 @@
 """The output format that a client requires: tool calls, and a schema, regex or grammar for the text. No torch."""
 
+import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +12,7 @@ from dsv4cli.engine.text.prompt import Message, Tool
 from dsv4cli.engine.text.reply_grammar import ANY_JSON, AnswerForm, ToolChoice
 
 FORMATS = ("text", "json_object", "json_schema")
-CHOICE = "tool_choice"
+CHOICE, OLD_CHOICE = "tool_choice", "function_call"
 WORDS = {"none": "none", "auto": "auto", "required": "required", "any": "required"}
 
 
@@ -41,18 +44,28 @@ ANY_SHAPE = AnswerFormat(None, ToolChoice("auto"), [])
 def openai_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
     """Return the shape that an OpenAI request requires.
 
-    It reads `response_format`, vLLM's `structured_outputs`, `tool_choice` and `parallel_tool_calls`. Raises `Refusal`.
+    It reads `response_format`, vLLM's `structured_outputs` and `guided_...`, `tool_choice` and `parallel_tool_calls`,
+    and the older `function_call`. Raises `Refusal`.
     """
-    parallel = fields.flag("parallel_tool_calls", otherwise=True)
-    form, field = _openai_form(fields)
+    # the older form has one call in an answer
+    parallel = fields.flag("parallel_tool_calls", otherwise=True) and not fields.items("functions")
+    form, field = openai_form(fields)
     return AnswerFormat(form, _choice(_openai_choice(fields), parallel, tools), tools, field)
 
 
 def anthropic_shape(fields: Fields, tools: list[Tool]) -> AnswerFormat:
-    """Return the shape that an Anthropic request requires: `tool_choice`, `output_config.format`. Raises `Refusal`."""
+    """Return the shape that an Anthropic request requires.
+
+    It reads `tool_choice`, `output_config.format` and its older form, `output_format`. Raises `Refusal`.
+    """
     given, output = fields.mapping(CHOICE), fields.mapping("output_config")
     form = None if output is None else form_in(output, "format", nested=False)
     field = CHOICE if output is None or form is None else output.name("format")
+    older = form_in(fields, "output_format", nested=False)
+    if older is not None:
+        if form is not None and form != older:
+            raise bad_field("output_format", "contradicts output_config.format: use one of them")
+        form, field = older, "output_format"
     if given is None:
         return AnswerFormat(form, ToolChoice("auto"), tools, field)
     kind = given.choice("type", ("auto", "any", "tool", "none"))
@@ -80,7 +93,11 @@ def _openai_choice(fields: Fields) -> _Named:
         assert given is not None
         given.choice("type", ("function",))
         return "required", (given.mapping("function") or given).needed("name")
-    word = fields.choice(CHOICE, tuple(WORDS))
+    word, older = fields.choice(CHOICE, tuple(WORDS)), fields.value(OLD_CHOICE)
+    if word is None and isinstance(older, dict):
+        return "required", Fields(older, OLD_CHOICE).needed("name")
+    if word is None:
+        word = fields.choice(OLD_CHOICE, ("none", "auto"))
     return WORDS[word or "auto"], None
 
 
@@ -96,26 +113,81 @@ def _choice(named: _Named, parallel: bool, tools: list[Tool]) -> ToolChoice:
     return ToolChoice("required" if kind == "required" else "auto", name, parallel)
 
 
-def _openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
-    """Return the form, and the field that requests it (`tool_choice` if there is no form)."""
+def openai_form(fields: Fields) -> tuple[AnswerForm | None, str]:
+    """Return the form, and the field that requests it (`tool_choice` if there is no form).
+
+    Raises `Refusal` if a form is invalid, or if several fields request one.
+    """
     given = fields.mapping("structured_outputs")
-    found = None if given is None else _structured(given)
-    if found is not None:
-        return found
+    found = [] if given is None else _structured(given, given.unknown)
+    found += _structured(Guided(fields), ())
     form = form_in(fields, "response_format", nested=True)
-    return form, CHOICE if form is None else "response_format"
+    found += [] if form is None else [(form, "response_format")]
+    if len(found) > 1:
+        raise bad_field(found[1][1], f"cannot be combined with {found[0][1]}: use one of them")
+    return found[0] if found else (None, CHOICE)
 
 
-def _structured(given: Fields) -> tuple[AnswerForm, str] | None:
-    """Return the form in vLLM's `structured_outputs`. Other kinds are rejected, because they would not be enforced."""
-    schema, regex, grammar = given.mapping("json"), given.text("regex"), given.text("grammar")
-    for name in given.unknown:
-        raise bad_field(name, "expected json, regex or grammar")
+class Guided:
+    """The older fields of vLLM, `guided_json` and others, read like its `structured_outputs`."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._fields = fields
+
+    def name(self, name: str) -> str:
+        """Return a field's full name."""
+        return self._fields.name(f"guided_{name}")
+
+    def text(self, name: str) -> str | None:
+        """Return a string."""
+        return self._fields.text(f"guided_{name}")
+
+    def items(self, name: str) -> list[Any] | None:
+        """Return a list."""
+        return self._fields.items(f"guided_{name}")
+
+    def value(self, name: str) -> Any:
+        """Return a field of any type."""
+        return self._fields.value(f"guided_{name}")
+
+
+def _structured(given: Fields | Guided, unknown: Sequence[str]) -> list[tuple[AnswerForm, str]]:
+    """Return the forms in vLLM's fields. Other kinds are rejected, because they would not be enforced."""
+    schema, regex, grammar = given.value("json"), given.text("regex"), given.text("grammar")
+    choices = given.items("choice")
+    for name in unknown:
+        if name.rpartition(".")[2] not in ("json", "regex", "grammar", "choice"):
+            raise bad_field(name, "expected json, regex, grammar or choice")
+    found = []
     if schema is not None:
-        return AnswerForm("json", given.value("json")), given.name("json")
+        found.append((AnswerForm("json", _schema(schema, given.name("json"))), given.name("json")))
     if regex is not None:
-        return AnswerForm("regex", regex), given.name("regex")
-    return None if grammar is None else (AnswerForm("lark", grammar), given.name("grammar"))
+        found.append((AnswerForm("regex", regex), given.name("regex")))
+    if grammar is not None:
+        found.append((AnswerForm("lark", grammar), given.name("grammar")))
+    if choices is not None:
+        if not choices or not all(isinstance(one, str) and one for one in choices):
+            raise bad_field(given.name("choice"), "expected a list of strings that are not empty")
+        found.append((AnswerForm("regex", "|".join(map(_escaped, choices))), given.name("choice")))
+    return found
+
+
+def _schema(given: Any, name: str) -> Any:
+    """Return a schema, given as an object or as its JSON text."""
+    schema = given
+    if isinstance(given, str):
+        try:
+            schema = json.loads(given)
+        except (ValueError, RecursionError):
+            raise bad_field(name, "expected a JSON schema, got a text that is not JSON") from None
+    if not isinstance(schema, dict):
+        raise bad_field(name, "expected an object")
+    return schema
+
+
+def _escaped(text: str) -> str:
+    """Return the regex that matches a text."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$/]", r"\\\g<0>", text)
 
 
 def form_in(fields: Fields, name: str, *, nested: bool) -> AnswerForm | None:

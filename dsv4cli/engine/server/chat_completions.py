@@ -72,7 +72,7 @@ class ChatReply:
                 for nth, part in enumerate(parts):
                     yield silence.ended_by(self._chunk(choice, part, None, taken if nth == 0 else []))
                 if choice.ended:
-                    yield self._chunk(choice, {}, choice.finish, [])
+                    yield self._chunk(choice, {}, self._finish(choice), [])
         if self.asked.include_usage:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
         yield DONE
@@ -104,6 +104,8 @@ class ChatReply:
                 call |= {"id": self._call_id(choice, one.index), "type": "function"}
                 call["function"]["name"] = one.name
             call["function"]["arguments"] += one.text
+        if calls and self.asked.old_calls:  # one call at most
+            return delta | {"function_call": calls[0]["function"]}
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
     def _choice(self, choice: Choice, taken: list[Token]) -> dict[str, Any]:
@@ -114,10 +116,15 @@ class ChatReply:
             shown |= dict.fromkeys(self.service.usual.reasoning_fields, message["reasoning_content"])
         if message["tool_calls"]:
             calls = enumerate(message["tool_calls"])
-            shown["tool_calls"] = [{"id": self._call_id(choice, nth), **call} for nth, call in calls]
+            made = [{"id": self._call_id(choice, nth), **call} for nth, call in calls]
+            shown |= {"function_call": made[0]["function"]} if self.asked.old_calls else {"tool_calls": made}
             shown["content"] = message["content"] or None
-        finish = choice.finish
-        return {"index": choice.index, "message": shown, "logprobs": self._logprobs(taken), "finish_reason": finish}
+        logprobs, finish = self._logprobs(taken), self._finish(choice)
+        return {"index": choice.index, "message": shown, "logprobs": logprobs, "finish_reason": finish}
+
+    def _finish(self, choice: Choice) -> str | None:
+        old = self.asked.old_calls and choice.finish == "tool_calls"
+        return "function_call" if old else choice.finish
 
     def _call_id(self, choice: Choice, nth: int) -> str:
         return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{choice.index}_{nth}"

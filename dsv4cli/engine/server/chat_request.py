@@ -7,6 +7,8 @@ from typing import Any
 from dsv4cli.engine.server.answer_format import AnswerFormat, openai_shape, with_schema
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.neutral_fields import refuse_unsupported
+from dsv4cli.engine.server.openai_history import INSTRUCTING, openai_messages
 from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
@@ -15,15 +17,13 @@ from dsv4cli.engine.text.turns import text_of
 from dsv4cli.errors import UsageError
 
 MOST_LOGPROBS = 20
-# roles whose messages instruct the model
-INSTRUCTING = ("system", "developer")
 # Claude Code begins its system prompt with this line. It contains a nonce per request, so the prefix cache would
 # never hit (anthropics/claude-code#68900).
 BILLING_LINE = re.compile(r"\Ax-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)+\s*")
 # accepted fields that do not affect the answer
 IDLE = (
     "model", "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "add_generation_prompt", "continue_final_message",
+    "prompt_cache_retention", "add_generation_prompt", "continue_final_message", "guided_decoding_backend",
 )  # fmt: skip
 
 
@@ -35,12 +35,14 @@ class ChatRequest:
         stream: whether the answers are streamed.
         include_usage: whether the stream ends with a chunk that contains the usage.
         logprobs: whether tokens and their log-probabilities are reported.
+        old_calls: whether the client uses the older form of tools, and gets calls as `function_call`.
     """
 
     plan: AnswerPlan
     stream: bool
     include_usage: bool
     logprobs: bool
+    old_calls: bool = False
 
 
 def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
@@ -51,7 +53,7 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
     """
     fields = Fields(body)
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
-    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    shape = openai_shape(fields, openai_tools(fields))
     ids = prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LOGPROBS)
     if top is not None and not logprobs:
@@ -64,7 +66,8 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
     plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget, count, ignore_eos)
     options = fields.mapping("stream_options")
     include_usage = options is not None and options.flag("include_usage")
-    request = ChatRequest(plan, fields.flag("stream"), include_usage, logprobs)
+    request = ChatRequest(plan, fields.flag("stream"), include_usage, logprobs, bool(fields.items("functions")))
+    refuse_unsupported(fields, {"best_of": count} | ({"min_tokens": fields.value("min_tokens")} if ignore_eos else {}))
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return request
@@ -76,8 +79,16 @@ def conversation_ids(fields: Fields, effort: Effort, service: Service) -> list[i
     Raises:
         Refusal: a field is invalid, or the prompt is too long.
     """
-    shape = openai_shape(fields, checked_tools(fields.items("tools") or []))
+    shape = openai_shape(fields, openai_tools(fields))
     return prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
+
+
+def openai_tools(fields: Fields) -> list[Tool]:
+    """Return the tools in `tools`, or in the older `functions`. Raises `Refusal` if one is invalid."""
+    tools, functions = fields.items("tools") or [], fields.items("functions") or []
+    if tools and functions:
+        raise bad_field(fields.name("functions"), "cannot be combined with tools: use tools")
+    return checked_tools(tools or [{"type": "function", "function": one} for one in functions])
 
 
 def checked_tools(tools: list[Any]) -> list[Tool]:
@@ -123,32 +134,3 @@ def _refusal(error: UsageError, field: str) -> Refusal:
     """Return the refusal for an error, about the field that its message names, or else about `field`."""
     where, _, reason = error.message.partition(": ")
     return bad_field(where, reason) if reason else bad_field(field, error.message)
-
-
-def openai_messages(value: Any) -> Any:
-    """Return the messages with the names of the prompt format.
-
-    `reasoning` becomes `reasoning_content`, a developer message that precedes all others becomes a system message, and
-    an assistant message without content gets an empty one. A value that is not a list is returned unchanged.
-    """
-    if not isinstance(value, list):
-        return value
-    messages, leading = [], True
-    for one in value:
-        leading = leading and isinstance(one, dict) and one.get("role") in INSTRUCTING
-        messages.append(_message(one, leading) if isinstance(one, dict) else one)
-    return messages
-
-
-def _message(given: Message, leading: bool) -> Message:
-    message = dict(given)
-    if leading:
-        message["role"] = "system"
-    if message.get("role") == "assistant":
-        reasoning = message.pop("reasoning", None)
-        if message.get("reasoning_content") is None and reasoning is not None:
-            message["reasoning_content"] = reasoning
-        if message.get("content") is None:
-            message["content"] = ""
-    # fields of the prompt format that clients may not set
-    return {name: value for name, value in message.items() if name not in ("wo_eos", "tools", "response_format")}

@@ -5,17 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4cli.engine.runtime.request import Request
+from dsv4cli.engine.server.answer_format import AnswerFormat, openai_form
 from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.neutral_fields import refuse_unsupported
 from dsv4cli.engine.server.plan import MOST_CHOICES, MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.settings import Sampling
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.reply_grammar import ToolChoice
 
 # defaults of OpenAI's API
 USUAL_TOKENS = 16
 MOST_LOGPROBS = 20
-IDLE = ("model", "user", "metadata")
+IDLE = ("model", "user", "metadata", "guided_decoding_backend")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class CompletionRequest:
         one = self.plans[0]  # the plans differ only in their prompts
         own = one.sampling
         greedy = own.temperature == 0 and not own.logit_bias and not own.penalizes and not one.ignore_eos
+        greedy = greedy and not one.shape.needs_grammar
         return self.scored and greedy and one.limits.max_tokens == 1 and one.count == 1
 
     def scoring(self) -> list[Request]:
@@ -89,7 +93,9 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     limits = limits_of(fields, service, most or 1, fields.texts("stop", MOST_STOPS), logprobs or 0)
     sampling, count = sampling_of(fields, service), fields.whole("n", 1, MOST_CHOICES) or 1
     ignore_eos = fields.flag("ignore_eos")
-    plans = [AnswerPlan(ids, sampling, limits, count=count, ignore_eos=ignore_eos) for ids in prompts]
+    form, field = openai_form(fields)
+    shape = AnswerFormat(form, ToolChoice("auto"), [], field)
+    plans = [AnswerPlan(ids, sampling, limits, shape, count=count, ignore_eos=ignore_eos) for ids in prompts]
     for plan in plans:
         service.room(plan.ids[:-1] if not most else plan.ids)
     options = fields.mapping("stream_options")
@@ -100,6 +106,7 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     if request.count > service.engine.most:
         reason = f"with {len(plans)} prompts this makes {request.count:,} requests"
         raise bad_field("n", f"{reason}, and the server accepts {service.engine.most:,} at a time")
+    refuse_unsupported(fields, {"best_of": count} | ({"min_tokens": fields.value("min_tokens")} if ignore_eos else {}))
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return request

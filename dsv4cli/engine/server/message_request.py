@@ -8,6 +8,8 @@ from dsv4cli.engine.server.answer_format import AnswerFormat, anthropic_shape
 from dsv4cli.engine.server.chat_request import checked_tools, prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.foreign_blocks import document_text, foreign_note
+from dsv4cli.engine.server.neutral_fields import refuse_unsupported
 from dsv4cli.engine.server.plan import MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import bad_field
 from dsv4cli.engine.server.service import Service
@@ -49,6 +51,7 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
     limits = limits_of(fields, service, most, fields.texts("stop_sequences", MOST_STOPS), 0)
     plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget)
     request = MessageRequest(plan, fields.flag("stream"), effort.asked)
+    refuse_unsupported(fields)
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return request
@@ -135,6 +138,9 @@ def _said(block: Fields) -> Message:
     if kind == "tool_result":
         content = _result(block.value("content"), block.name("content"))
         return {"role": "tool", "tool_call_id": block.needed("tool_use_id"), "content": content}
+    text = document_text(block)
+    if text is not None:
+        return {"role": "user", "content": text}
     if kind != "text":
         reason = "expected text or tool_result: DeepSeek-V4 accepts only text, and the server fetches no content"
         raise block.wrong("type", reason, kind)
@@ -148,11 +154,13 @@ def _result(given: Any, where: str) -> str | list[dict[str, Any]]:
     if not isinstance(given, list):
         raise bad_field(where, "expected a text or a list of blocks")
     blocks = [_block(one, f"{where}[{nth}]") for nth, one in enumerate(given)]
-    kinds = [block.needed("type") for block in blocks]
-    return [
-        {"type": kind, "text": block.needed("text")} if kind == "text" else {"type": kind}
-        for kind, block in zip(kinds, blocks, strict=True)
-    ]
+    return [_result_part(block) for block in blocks]
+
+
+def _result_part(block: Fields) -> dict[str, Any]:
+    kind = block.needed("type")
+    text = block.needed("text") if kind == "text" else document_text(block)
+    return {"type": kind} if text is None else {"type": "text", "text": text}
 
 
 def _answer(blocks: list[Fields]) -> Message:
@@ -170,7 +178,10 @@ def _answer(blocks: list[Fields]) -> Message:
                 function = {"name": block.needed("name"), "arguments": arguments}
                 calls.append({"id": block.needed("id"), "type": "function", "function": function})
             case kind:
-                raise block.wrong("type", "expected text, thinking or tool_use", kind)
+                note = foreign_note(block)
+                if note is None:
+                    raise block.wrong("type", "expected text, thinking or tool_use", kind)
+                content.append(note)
     # joined without an empty line: the answer's text is one, interrupted by calls
     return {
         "role": "assistant",

@@ -467,7 +467,7 @@ def test_an_unknown_field_is_ignored_and_logged_once(nano):
 
 @pytest.mark.parametrize(
     ("path", "field"),
-    [("/v1/chat/completions", "functions"), ("/v1/chat/completions", "function_call"), ("/v1/completions", "best_of")],
+    [("/v1/chat/completions", "verbosity"), ("/v1/chat/completions", "top_a"), ("/v1/completions", "prompt_logprobs")],
 )
 def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path, field):
     assert nano.post(path, asking("Hi", max_tokens=1) | {"prompt": "Hi", field: 1})[0] == 200
@@ -529,7 +529,7 @@ def test_what_would_have_changed_the_answer_is_not_ignored_in_silence(nano, path
             "the schema at #",
         ),
         ({"structured_outputs": {"regex": "["}}, "structured_outputs.regex", "invalid grammar"),
-        ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice", "json, regex or grammar"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag", "json, regex, grammar"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.name", "got nothing"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}},
