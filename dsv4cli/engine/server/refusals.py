@@ -81,8 +81,8 @@ class PromptTooLong(Refusal):
         more = "" if counted else "more than "
         super().__init__(
             400,
-            f"This model's maximum context length is {context} tokens. However, your messages resulted in {more}{tokens} "
-            "tokens. Please reduce the length of the messages.",
+            f"This model's maximum context length is {context} tokens. However, your messages resulted in "
+            f"{more}{tokens} tokens. Please reduce the length of the messages.",
             code="context_length_exceeded",
         )
         rest = "" if counted else " (at least; the rest was not counted)"

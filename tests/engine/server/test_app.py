@@ -249,9 +249,7 @@ def test_a_prompt_fits_the_cache_as_well_as_the_context(nano):
     service, room = nano.server.config.app.service, SimpleNamespace(room=100)
     assert replace(service, engine=room).context == 100
     assert replace(service, engine=SimpleNamespace(room=None)).context == 8192
-    with pytest.raises(
-        Refusal, match="maximum context length is 100 tokens. However, your messages resulted in 100 tokens"
-    ):
+    with pytest.raises(Refusal, match=r"maximum context length is 100 tokens\. However, .* resulted in 100 tokens"):
         replace(service, engine=room).room([1] * 100)
 
 
