@@ -4,6 +4,7 @@ import json
 import random
 import resource
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 
 import pytest
 
@@ -43,6 +44,27 @@ BODIES = {
         "tool_choice": {"type": "auto"}, "stop_sequences": ["x"], "max_tokens": 2, "output_config": {"effort": "low"},
     },
     "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "b"}]},
+    "/v1/responses": {
+        "instructions": "a",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "c"}],
+             "content": [{"type": "reasoning_text", "text": "d"}], "encrypted_content": "e"},
+            {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "namespace": "n"},
+            {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "h"},
+            {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "i"}]},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": "j"},
+            {"type": "additional_tools", "role": "developer", "tools": []},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}},
+                  {"type": "custom", "name": "g", "format": {"type": "grammar", "syntax": "lark", "definition": "l"}},
+                  {"type": "namespace", "name": "n", "description": "m", "tools": [{"type": "function", "name": "f"}]}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]},
+        "reasoning": {"effort": "low", "summary": "auto"}, "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "include": ["reasoning.encrypted_content"], "max_output_tokens": 2, "truncation": "auto",
+        "temperature": 0.5, "top_p": 0.9, "store": True, "stream": False, "background": False, "metadata": {"a": "b"},
+    },
+    "/v1/responses/input_tokens": {"input": "a", "instructions": "b"},
     "/tokenize": {"prompt": "a", "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2]},
 }  # fmt: skip
@@ -69,6 +91,7 @@ JUNK = (
     {"a": {}},
 )
 SMALL = {"model": "random:tiny,layers=3", "own_limits": Limits(max_tokens=2, max_context=256)}
+LONGER = {"own_limits": Limits(max_tokens=2, max_context=4096)}  # the instructions for tools have a thousand bytes
 
 
 def damaged(body, draw):
@@ -87,7 +110,7 @@ def damaged(body, draw):
             case 1:
                 holder[key] = [holder[key], holder[key]]
             case _:
-                holder[key] = draw.choice(JUNK)
+                holder[key] = deepcopy(draw.choice(JUNK))
         if not body:
             break
     content = json.dumps(body).encode()
@@ -117,7 +140,7 @@ def all_is_given_back(server):
 
 def test_no_body_breaks_it():
     draw = random.Random(7)
-    with served(**SMALL) as server, ThreadPoolExecutor(8) as pool:
+    with served(**SMALL | LONGER) as server, ThreadPoolExecutor(8) as pool:
         paths = [draw.choice([*BODIES]) for _ in range(2000)]
         bodies = [damaged(BODIES[path], draw) for path in paths]
         found = list(pool.map(server.post, paths, bodies))
@@ -153,8 +176,9 @@ def test_memory_does_not_grow():
     with served(**SMALL) as server, ThreadPoolExecutor(8) as pool:
 
         def one(number):
-            path = ("/v1/chat/completions", "/v1/completions", "/v1/messages")[number % 3]
-            body = {"prompt": f"{number} and more"} if path == "/v1/completions" else asking(f"{number} and more")
+            path = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")[number % 4]
+            fields = {"/v1/completions": "prompt", "/v1/responses": "input"}
+            body = {fields[path]: f"{number} and more"} if path in fields else asking(f"{number} and more")
             response = server.send("POST", path, body | {"max_tokens": 2, "stream": number % 2 == 0})
             if number % 5:
                 response.read()
