@@ -1,6 +1,7 @@
 """POST /v1/responses over the wire: items, events and their order, tools, what is obeyed and what is refused."""
 
 import json
+import threading
 
 import pytest
 
@@ -8,7 +9,7 @@ from dsv4cli.engine.text.tokens import DSML, THINK_END
 from tests.support.program import calls_block
 from tests.support.response_events import checked_response, without_ids
 from tests.support.scripted_engine import scripted
-from tests.support.serving import comes
+from tests.support.serving import comes, events_of, served
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 WEATHER = "What is the weather in Paris?"
@@ -400,3 +401,25 @@ def test_a_client_that_leaves_ends_its_answer(nano):
     assert response.read(20)
     response.close()
     assert comes(nano.at_rest)
+
+
+def test_a_stream_that_the_server_breaks_off_fails():
+    """An answer in the background is lost with the store."""
+    found = []
+    with served("random:tiny,layers=3", grace=0) as server:
+
+        def ask():
+            endless = asking("a", stream=True, ignore_eos=True, max_output_tokens=8000)
+            found.append(server.send("POST", "/v1/responses", endless).read().decode())
+
+        client = threading.Thread(target=ask)
+        client.start()
+        answered(server, "b", background=True, ignore_eos=True, max_output_tokens=8000)
+        assert comes(lambda: server.held().running == 2)
+        server.loop.call_soon_threadsafe(server.server.stop)
+        client.join(60)
+    events = events_of(found[0])
+    assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
+    name, event = events[-1]
+    error = {"code": "server_error", "message": "the server shut down before the answer was complete"}
+    assert (name, event["response"]["status"], event["response"]["error"]) == ("response.failed", "failed", error)

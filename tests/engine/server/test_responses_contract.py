@@ -152,3 +152,27 @@ def test_a_stream_says_what_a_document_says():
 def test_every_event_is_of_openais_types():
     adapter("response")
     conversations(CONVERSATIONS, check_type)
+
+
+@pytest.mark.slow
+def test_what_the_store_says_is_of_openais_types():
+    pydantic, responses = pytest.importorskip("pydantic"), pytest.importorskip("openai.types.responses")
+    call = {"call_id": "1", "name": "f"}
+    given = [
+        {"role": "user", "content": "a"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "b"}]},
+        {"role": "assistant", "content": "c"},
+        {"type": "reasoning", "id": "rs_1", "summary": []},
+        {"type": "function_call", **call, "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "d"},
+        {"type": "custom_tool_call", **call, "input": "e"},
+        {"type": "custom_tool_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "f"}]},
+    ]
+    with scripted(lambda _: "Yes.") as server:
+        document = server.post("/v1/responses", {"input": given, "background": True})[1]
+        check_type("response", document)
+        listed = server.get(f"/v1/responses/{document['id']}/input_items?order=asc")[1]
+        check_extra(pydantic.TypeAdapter(responses.ResponseItemList).validate_python(listed, strict=True))
+        assert [item["type"] for item in listed["data"]] == [item.get("type", "message") for item in given]
+        counted = server.post("/v1/responses/input_tokens", {"input": given})[1]
+        check_extra(pydantic.TypeAdapter(responses.InputTokenCountResponse).validate_python(counted, strict=True))
