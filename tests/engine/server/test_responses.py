@@ -153,7 +153,10 @@ def test_a_response_continues_another(says):
     )
     assert server.engine.prompts[-1].startswith(expected)
     third = [{"type": "item_reference", "id": second["output"][0]["id"]}, {"role": "user", "content": "Again."}]
-    answered(server, third)
+    answered(server, third, instructions="Be long.", previous_response_id=None)
+    assert server.engine.prompts[-1].startswith("<｜begin▁of▁sentence｜>Be long.Two.")
+    answered(server, third, instructions="Be short.", previous_response_id=first["id"])
+    assert server.engine.prompts[-1].startswith("<｜begin▁of▁sentence｜>Be short.<｜User｜>Say one.")
     assert "Two.<｜end▁of▁sentence｜><｜User｜>Again." in server.engine.prompts[-1]
 
 
@@ -225,6 +228,12 @@ def test_an_answer_that_is_cut_is_incomplete(says):
         assert (document["status"], document["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
         [item] = document["output"]
         assert (item["status"], item["content"][0]["text"][:3]) == ("incomplete", "one")
+
+
+def test_an_answer_that_is_cut_in_its_reasoning_has_no_message(says):
+    server = says(f"one two three{THINK_END}four")
+    [item] = checked_response(streamed(server, "a", max_output_tokens=2, reasoning={"effort": "high"}))["output"]
+    assert (item["type"], item["status"]) == ("reasoning", "incomplete")
 
 
 def test_a_call_that_is_cut_does_not_end(says):
