@@ -25,6 +25,9 @@ LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3", "layers.4", "mtp.0"]
 def written(folder: Path, config: ModelConfig, formats: Formats, target: TargetName) -> dict[str, Any]:
     """The values of each file that is written."""
     files = metadata_files(folder, config, formats, target)
+    own = (folder / "chat_template.jinja").exists()
+    assert ("chat_template.jinja" in files) == (target == "transformers" and not own)
+    files.pop("chat_template.jinja", None)
     assert all(text.endswith("}\n") and text.startswith('{\n  "') for text in files.values())
     return {path: json.loads(text) for path, text in files.items()}
 

@@ -17,6 +17,7 @@ from dsv4cli.engine.text.prompt import EFFORTS, Message, encode_messages, with_t
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import ASSISTANT, EOS, USER
 from tests.support.conversations import Talk, as_mappings, difference, talks
+from tests.support.llama_jinja import answers
 
 jinja2 = pytest.importorskip("jinja2")
 NANO = Path(__file__).parents[3] / "dsv4cli" / "nano"
@@ -98,6 +99,20 @@ def test_transformers_writes_200_conversations(transformers_renders: Render) -> 
 @pytest.mark.slow
 def test_transformers_writes_5000_conversations(transformers_renders: Render) -> None:
     assert differences([*islice(talks(2), 5000)], transformers_renders) == []
+
+
+@pytest.mark.slow
+def test_llama_cpp_writes_5000_conversations(tmp_path: Path) -> None:
+    several = [*islice(talks(2), 5000)]
+    files = {release: str(tmp_path / f"{release}.jinja") for release in RELEASES}
+    for release, file in files.items():
+        Path(file).write_text(chat_template(release), encoding="utf-8")
+    found = answers([{"template": files[talk.release], "input": talk.variables()} for talk in several])
+    texts = iter(one.get("text", one.get("error")) for one in found)
+    assert differences(several, lambda talk: next(texts)) == []
+    # what llama.cpp finds out about a template decides how it passes contents and arguments on
+    for one in answers([{"template": file, "caps": True} for file in files.values()]):
+        assert set(one["caps"].values()) == {True}
 
 
 def test_generated_conversations_have_every_kind_of_input() -> None:
