@@ -26,7 +26,7 @@ class ScriptedEngine:
     most: the most tokens of a step; how many there are is drawn. prompts: the text of each prompt.
     """
 
-    followers = room = unpinned = None
+    followers = max_request_tokens = unpinned = None
     preparing = False
 
     def __init__(self, dialogue: Dialogue, script: Script, most: int = 4) -> None:
