@@ -262,17 +262,19 @@ def open_job(
 
 
 def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource") -> None:
-    """Print a line if the checkpoint has no drafter, and one if it does not state its release."""
+    """Print a line if the checkpoint has no drafter, and one for each thing that it does not state."""
+    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
     from dsv4cli.engine.config.keys import RELEASE_KEY
 
-    config = source.identity.config
-    if config.drafter == "none":
+    identity = source.identity
+    is_gguf = isinstance(identity, GgufIdentity)
+    for sentence in identity.assumptions if isinstance(identity, GgufIdentity) else ():
+        out.status(sentence)
+    if identity.config.drafter == "none" and not is_gguf:
         out.status("the checkpoint has no drafter (no mtp.* tensors)")
-    if config.release is None:
-        out.status(
-            f"the checkpoint does not say its release; prompts use the format of {source.identity.release}; "
-            f'to change it, set "{RELEASE_KEY}" in config.json'
-        )
+    if identity.config.release is None:
+        change = "" if is_gguf else f'; to change it, set "{RELEASE_KEY}" in config.json'
+        out.status(f"the checkpoint does not say its release; prompts use the format of {identity.release}{change}")
 
 
 def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:

@@ -125,9 +125,14 @@ def follow_leader(job: Job, world: "World") -> None:
 
 def check_shares(job: Job, size: int) -> None:
     """Raise UsageError or CheckpointError if the model cannot be split over this number of ranks."""
+    from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
     from dsv4cli.engine.checkpoint.layout import expected_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
 
     identity = job.source.identity
-    table = expected_tensors(identity.config, identity.formats).values()
-    check_ranks(identity.config, table, size, rounds=job.execution.dtype == "auto")
+    if isinstance(identity, GgufIdentity):
+        table = loaded_table(identity, blocks=job.kernels != "triton")
+    else:
+        table = expected_tensors(identity.config, identity.formats)
+    check_ranks(identity.config, table.values(), size, rounds=job.execution.dtype == "auto")

@@ -4,6 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.ggml.types import TYPES, decode
+
+# values of GGUF blocks that are decoded at once: on a CPU the steps of decoding stay in its cache
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 25
+
 
 class StoredMatrix(NamedTuple):
     """One matrix, or a stack of several, in storage format. The weight's dtype determines the format.
@@ -18,7 +24,51 @@ class StoredMatrix(NamedTuple):
     scale: torch.Tensor | None = None
     scale_2: torch.Tensor | None = None
 
+    @property
+    def block_type(self) -> str | None:
+        """The GGUF type of the blocks; None for all other formats."""
+        return None
+
     def row(self, number: int) -> "StoredMatrix":
         """Return the matrix in this row of a stack."""
         scale = None if self.scale is None else self.scale[number]
         return StoredMatrix(self.weight[number], scale, None if self.scale_2 is None else self.scale_2[number])
+
+    def values(self) -> torch.Tensor:
+        """Return the fp32 values [..., N, K]. scale_2 is not applied."""
+        return block_scale.dequantise(self.weight, self.scale)
+
+
+class BlockMatrix(StoredMatrix):
+    """One matrix, or a stack of several, as rows of GGUF blocks: weight uint8 [..., N, bytes], without scales.
+
+    Kernels that decode blocks find the type in `block_type`, and its layout in `ggml.types.TYPES`.
+    """
+
+    _block_type: str
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, block_type: str) -> "BlockMatrix":
+        """Return the matrix of these rows."""
+        found = cls(weight)
+        found._block_type = block_type
+        return found
+
+    @property
+    def block_type(self) -> str:
+        """The GGUF type of the blocks."""
+        return self._block_type
+
+    def row(self, number: int) -> "BlockMatrix":
+        """Return the matrix in this row of a stack."""
+        return BlockMatrix.of(self.weight[number], self._block_type)
+
+    def values(self) -> torch.Tensor:
+        """Return the fp32 values [..., N, K], decoded a few rows at a time."""
+        rows, kind = self.weight.reshape(-1, self.weight.shape[-1]), TYPES[self._block_type]
+        columns = rows.shape[1] // kind.nbytes * kind.values
+        step = max((CPU_CHUNK if rows.device.type == "cpu" else GPU_CHUNK) // columns, 1)
+        values = torch.empty(len(rows), columns, dtype=torch.float32, device=rows.device)
+        for start in range(0, len(rows), step):
+            values[start : start + step] = decode(self._block_type, rows[start : start + step])
+        return values.view(*self.weight.shape[:-1], columns)

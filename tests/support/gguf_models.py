@@ -20,6 +20,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.conversion.gguf.encode import encode
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
 from dsv4cli.kernels.ggml.types import TYPES, decode
+from dsv4cli.kernels.recode import to_fp4
 from tests.support.conversions import official_values, stored
 from tests.support.ggml_blocks import random_rows
 
@@ -102,6 +103,9 @@ def _rows(kind: str, values: np.ndarray, seed: int) -> np.ndarray:
         return (values.view(np.uint32) >> 16).astype(np.uint16)
     if kind == "Q8_0":
         return encode("Q8_0", {"weight": values})
+    if kind == "MXFP4":
+        weight, scale = to_fp4(torch.from_numpy(values))
+        return encode("MXFP4", {"weight": weight.numpy(), "scale": scale.view(torch.uint8).numpy()})
     columns = values.shape[-1] // TYPES[kind].values
     # decoded values are linear in the block scales
     size = np.sqrt(np.mean(np.square(decode(kind, random_rows(kind, 16, 4, seed, 1.0)))))

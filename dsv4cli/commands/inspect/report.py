@@ -38,6 +38,7 @@ GGUF_EXAMPLES = {
 }  # fmt: skip
 # columns to the right of the labels in a terminal of 80 columns
 VALUE_WIDTH = 66
+OTHERS = "; dsv4 uses the tensors, other programs may not"
 # maximum problems listed on a terminal; --json has all
 SHOWN = 8
 
@@ -62,7 +63,8 @@ def show_problem(out: Output, result: "Inspection") -> None:
     else:
         out.line(f"{name}: random weights in the model's formats, no files", strong=True)
     for note in result.notes:
-        out.paragraph(f"note: {note}; dsv4 uses the tensors, other programs may not", "  ")
+        others = "" if getattr(result.identity, "layout", "") == "gguf" else OTHERS
+        out.paragraph(f"note: {note}{others}", "  ")
 
 
 def _complaint(result: "Inspection") -> str:

@@ -1,13 +1,16 @@
 """A model's prompt format: encoding of conversations to token ids. Does not import torch."""
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dsv4cli.engine.chat.thinking import Thinking
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.text.gguf_vocabulary import DEEPSEEK, PRE, REMEDY, tokenizer_text
 from dsv4cli.engine.text.prompt import Message, answerable, encode_messages, think_options
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import Given
@@ -104,12 +107,26 @@ def open_dialogue(source: FolderSource | RandomSource, think: str, special_token
 def _tokenizer(source: FolderSource | RandomSource, config: ModelConfig) -> Tokenizer:
     if isinstance(source, RandomSource):
         return Tokenizer.byte_level()
-    path = source.folder / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(path)
+    if isinstance(source.identity, GgufIdentity):
+        path, tokenizer, stated = source.folder, _gguf_tokenizer(source.identity), "its metadata"
+    else:
+        path, stated = source.folder / "tokenizer.json", "config.json"
+        tokenizer = Tokenizer.from_file(path)
     if tokenizer.eos_id not in config.eos_token_ids:
         named = ", ".join(map(str, config.eos_token_ids))
         raise CheckpointError(
-            f"the end token is {tokenizer.eos_id} in {path}, but {named} in config.json",
+            f"the end token is {tokenizer.eos_id} in {path}, but {named} in {stated}",
             "download both files from the same revision",
         )
     return tokenizer
+
+
+def _gguf_tokenizer(identity: GgufIdentity) -> Tokenizer:
+    where = str(identity.checkpoint.files[0])
+    text = tokenizer_text(identity.metadata, where)
+    if text is None:
+        cut = reprlib.repr(identity.metadata.get(PRE))
+        raise CheckpointError(
+            f"{where} has no vocabulary of DeepSeek-V4: its {PRE} is {cut}, expected {DEEPSEEK!r}", REMEDY
+        )
+    return Tokenizer.from_bytes(text.encode(), f"the vocabulary of {where}", REMEDY)

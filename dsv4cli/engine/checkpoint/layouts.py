@@ -4,8 +4,22 @@ from pathlib import Path
 
 from dsv4cli.engine.checkpoint.gguf.files import is_gguf
 from dsv4cli.engine.checkpoint.gguf.model import recognise_gguf
-from dsv4cli.engine.checkpoint.identify import FolderIdentity, recognise
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, identify, recognise
 from dsv4cli.engine.checkpoint.packed import is_packed, recognise_packed
+from dsv4cli.engine.config.checks import check_blocks
+
+
+def identify_runnable(path: Path) -> FolderIdentity:
+    """Identify a folder or GGUF file that the engine can run.
+
+    Raises as `identify`, and as `recognise_gguf`; UnsupportedCheckpoint for GGUF types that cannot be decoded.
+    """
+    if not is_gguf(path):
+        return identify(path)
+    found = recognise_gguf(path)
+    found.check_readable()
+    check_blocks(found.config, found.formats.linear, found.formats.experts, str(path))
+    return found
 
 
 def recognise_stored(path: Path) -> FolderIdentity:

@@ -8,20 +8,25 @@ from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.kernels.formats import FP8_BLOCK
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, TYPES
 
 
 def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
     """Return the shape of one rank's shard of a tensor.
 
-    Raises CheckpointError if `ranks` does not divide the dimension, or the shard boundary would be inside an FP8 block.
+    Raises CheckpointError if `ranks` does not divide the dimension, or the shard boundary would be inside a block.
     """
     if spec.shard is None:
         return spec.shape
     size, rest = divmod(spec.shape[spec.shard], ranks)
-    block = STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1
+    kind = BLOCK_DTYPES.get(spec.dtype)
+    block, what = STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1, str([*spec.shape])
+    if kind is not None:
+        block = TYPES[kind].nbytes if spec.shard else 1
+        what = f"[{spec.shape[0]}, {spec.columns}] ({kind}, blocks of {TYPES[kind].values})"
     inside_a_block = ranks > 1 and size % block
     if rest or inside_a_block:
-        raise CheckpointError(f"{spec.name} {list(spec.shape)} cannot be split across {ranks} ranks", "use fewer ranks")
+        raise CheckpointError(f"{spec.name} {what} cannot be split across {ranks} ranks", "use fewer ranks")
     return (*spec.shape[: spec.shard], size, *spec.shape[spec.shard + 1 :])
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dsv4cli.engine.checkpoint.generation_config import own_sampling
 from dsv4cli.engine.checkpoint.gguf.files import SUFFIX
-from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe, identify
-from dsv4cli.engine.checkpoint.layouts import recognise_stored
+from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe
+from dsv4cli.engine.checkpoint.layouts import identify_runnable, recognise_stored
 from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE, RANDOM, folder_word, hidden_folder
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS, shortened
@@ -36,8 +36,8 @@ class FolderSource:
 
     @cached_property
     def identity(self) -> FolderIdentity:
-        """The identity of the folder, read once. Raises as `identify`."""
-        return identify(self.folder)
+        """The identity of the folder, read once. Raises as `identify_runnable`."""
+        return identify_runnable(self.folder)
 
     @cached_property
     def recognised(self) -> FolderIdentity:

@@ -13,7 +13,6 @@ from typing import Any
 from huggingface_hub import get_session
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
 
-from dsv4cli.engine.checkpoint.foreign import GGUF, Foreign, refusal
 from dsv4cli.engine.checkpoint.gguf.files import PART, SUFFIX
 from dsv4cli.engine.checkpoint.headers import (
     LFS_POINTER,
@@ -30,7 +29,7 @@ from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, reposi
 from dsv4cli.engine.hub.retry import BadConnection, RetryPolicy
 from dsv4cli.engine.hub.selection import kind_of
 from dsv4cli.engine.system.threads import Meter, do_all
-from dsv4cli.errors import CheckpointError
+from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
 
 # bytes of the first request: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
 FIRST = 1 << 18
@@ -81,7 +80,10 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
     if not files:
         gguf = [file.name for file in listing.files if file.name.endswith(SUFFIX)]
         if gguf:
-            raise refusal(folder, Foreign(GGUF.what, _fetch_gguf(listing, gguf)), gguf[0])
+            raise UnsupportedCheckpoint(
+                f"{folder} holds GGUF files ({gguf[0]}), whose headers are not read over the network",
+                _fetch_gguf(listing, gguf),
+            )
         raise CheckpointError(f"{folder} contains no safetensors file", "use another repository or revision")
     stop = threading.Event()
     context = DownloadContext(
@@ -106,7 +108,7 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
 
 
 def _fetch_gguf(listing: Listing, names: list[str]) -> str:
-    """Return the remedy for GGUF files: the commands that download and inspect them.
+    """Return the remedy for GGUF files: the commands that download and run one.
 
     If the files are one model, `dsv4 download` fetches the whole repository and its name works as MODEL.
     """
@@ -117,7 +119,7 @@ def _fetch_gguf(listing: Listing, names: list[str]) -> str:
     else:
         revision = f" --revision {listing.revision}" if listing.revision else ""
         fetch, there = f"hf download {listing.repository}{revision} FILE --local-dir DIR", "DIR/FILE"
-    return f"of GGUF, files on this machine are read: `{fetch}`, then `dsv4 inspect {there} --for llama.cpp`"
+    return f"download a model: `{fetch}`, then run it: `dsv4 run --model {there}`"
 
 
 def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], tuple[str, ...]]:

@@ -7,7 +7,7 @@ from torch import nn
 
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.kernels import embedding, gemm, norm
-from dsv4cli.kernels.stored_matrix import StoredMatrix
+from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 
 
 def unfilled() -> nn.Parameter:
@@ -29,8 +29,12 @@ class Embedding(nn.Module):
 
 
 class MatrixParameters(nn.Module):
-    """Parameters of one matrix, or several stacked, in storage format: a weight and its scales (config/formats.py)."""
+    """Parameters of one matrix, or several stacked, in storage format: a weight and its scales (config/formats.py).
 
+    block_type: the GGUF type, if the weight is rows of blocks.
+    """
+
+    block_type: str | None = None
     scale: nn.Parameter | None
     scale_2: nn.Parameter | None
 
@@ -43,6 +47,8 @@ class MatrixParameters(nn.Module):
     @property
     def matrix(self) -> StoredMatrix:
         """The matrix as a kernel argument."""
+        if self.block_type is not None:
+            return BlockMatrix.of(self.weight, self.block_type)
         return StoredMatrix(self.weight, self.scale, self.scale_2)
 
 

@@ -67,18 +67,25 @@ class Tokenizer:
         remedy = f"copy the official DeepSeek-V4 tokenizer.json into {path.parent}"
         if not is_there(path):
             raise CheckpointError(f"no {path.name} in {path.parent}", remedy)
+        return cls.from_bytes(read_bytes(path), str(path), remedy)
+
+    @classmethod
+    def from_bytes(cls, content: bytes, where: str, remedy: str) -> "Tokenizer":
+        """Load the vocabulary from the content of a tokenizer.json; `where` names it in errors.
+
+        Raises:
+            CheckpointError: it is damaged or not DeepSeek-V4's.
+        """
         from tokenizers import Tokenizer as Backend
 
         try:
-            backend = Backend.from_buffer(read_bytes(path))
-        except CheckpointError:
-            raise
+            backend = Backend.from_buffer(content)
         except Exception as error:  # tokenizers raises a bare Exception for a file it cannot parse
-            raise CheckpointError(f"{path} is not a tokenizer file: {error}", remedy) from error
+            raise CheckpointError(f"{where} is not a tokenizer file: {error}", remedy) from error
         missing = [text for text in tokens.REQUIRED if not _is_one_token(backend, text)]
         if missing:
             raise CheckpointError(
-                f"{path} has no token {', '.join(missing)}: it is not DeepSeek-V4's tokenizer", remedy
+                f"{where} has no token {', '.join(missing)}: it is not DeepSeek-V4's tokenizer", remedy
             )
         return cls(backend)
 

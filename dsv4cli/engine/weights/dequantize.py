@@ -1,11 +1,10 @@
 """Dequantize a loaded model's weights once, so that steps on a CPU need not."""
 
 import torch
-from torch import nn
 
 from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.kernels.block_scale import dequantise
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def dequantize_weights(model: Transformer) -> None:
@@ -15,19 +14,20 @@ def dequantize_weights(model: Transformer) -> None:
     """
     for module in model.modules():
         if isinstance(module, MatrixParameters):
-            module.weight.data = _values(module.weight.data, module.scale)
+            module.weight.data, module.block_type = _values(module.matrix), None
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.float()
 
 
-def _values(weight: torch.Tensor, scale: nn.Parameter | None) -> torch.Tensor:
+def _values(stored: StoredMatrix) -> torch.Tensor:
     """Return the fp32 values of a stored matrix or of several stacked, one matrix at a time to save memory."""
+    weight = stored.weight.data
     if weight.dim() == 2:
-        return dequantise(weight, scale).contiguous()
-    first = dequantise(weight[0], None if scale is None else scale[0])
+        return stored.values().contiguous()
+    first = stored.row(0).values()
     values = first.new_empty(len(weight), *first.shape)
-    for number, matrix in enumerate(weight):
-        values[number] = dequantise(matrix, None if scale is None else scale[number])
+    for number in range(len(weight)):
+        values[number] = stored.row(number).values()
     return values

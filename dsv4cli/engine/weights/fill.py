@@ -13,10 +13,12 @@ from torch import nn
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, damaged_blocks
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -26,6 +28,7 @@ TORCH_DTYPES = {
     "I8": torch.int8,
     "U8": torch.uint8,
     "I64": torch.int64,
+    **dict.fromkeys(BLOCK_DTYPES, torch.uint8),
 }
 # destination of each tensor, by name
 Destinations = Mapping[str, torch.Tensor]
@@ -147,6 +150,15 @@ def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:
         )
 
 
+def check_blocks(spec: TensorSpec, rows: Any) -> None:
+    """Raise CheckpointError if a GGUF block of these rows, uint8 [n, bytes], has a scale that is NaN or infinite."""
+    if damaged_blocks(BLOCK_DTYPES[spec.dtype], rows).any():
+        raise CheckpointError(
+            f"{spec.name} ({BLOCK_DTYPES[spec.dtype]}) holds a block whose scale is NaN or infinite",
+            "the tensor is damaged: download its file again",
+        )
+
+
 def damaged_scale(spec: TensorSpec) -> CheckpointError:
     """Return the error for an invalid scale."""
     what = {
@@ -176,6 +188,9 @@ def allocate(
             if name not in owner._parameters:
                 raise CheckpointError(f"the model has no parameter {spec.parameter}")
             owner.register_parameter(name, nn.Parameter(data, requires_grad=False))
+            if spec.dtype in BLOCK_DTYPES:
+                assert isinstance(owner, MatrixParameters), spec.parameter
+                owner.block_type = BLOCK_DTYPES[spec.dtype]
             parameters[spec.parameter] = data
     unfilled = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if unfilled:

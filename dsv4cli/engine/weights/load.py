@@ -6,7 +6,10 @@ from functools import partial
 import torch
 
 from dsv4cli.engine.checkpoint.coverage import check_coverage
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
+from dsv4cli.engine.checkpoint.names import folder_word
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, check_drafter
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -18,6 +21,7 @@ from dsv4cli.engine.system.device import free_memory, step_threads
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.weights.dequantize import dequantize_weights
 from dsv4cli.engine.weights.fill import Supply, fill, local_slice, made, total_bytes
+from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide
 from dsv4cli.engine.weights.random_weights import random_tensors
@@ -122,6 +126,8 @@ class _Target:
 def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> Transformer:
     identity = source.identity
     check_coverage(identity.checkpoint, identity.stored_table).raise_if_incomplete()
+    if isinstance(identity, GgufIdentity):
+        return _load_gguf(identity, numerics, target)
     config, table, placement = _placed(identity.config, identity.formats, target)
     # some layouts store plain tensors in another dtype than the model uses
     specs = {name: identity.specs[name] for name in table}
@@ -135,11 +141,33 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
     return model
 
 
+def _load_gguf(identity: GgufIdentity, numerics: Numerics, target: _Target) -> Transformer:
+    """Load the blocks of GGUF files as stored, or with the Triton kernels, which do not decode blocks, as values."""
+    identity.check_readable()
+    blocks = chosen() != "triton"
+    table = loaded_table(identity, blocks=blocks)
+    try:
+        config, specs, placement = _placed(identity.config, identity.formats, target, table)
+    except NotEnoughMemory as error:
+        if blocks:
+            raise
+        raise NotEnoughMemory(
+            f"the Triton kernels do not decode GGUF blocks, and as values {error.message}",
+            "keep the blocks with --backend torch, which is slower, or convert the file: "
+            f"`dsv4 convert {folder_word(identity.checkpoint.folder)} OUT --to official`",
+        ) from None
+    supply = stored_gguf(identity, specs.values(), target.world)
+    return _filled(config, numerics, specs, supply, placement, target)
+
+
 def _placed(
-    config: ModelConfig, formats: Formats, target: _Target
+    config: ModelConfig, formats: Formats, target: _Target, table: dict[str, TensorSpec] | None = None
 ) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
-    """Return the config, the tensors to load and their placement, without the drafter if the placement omits it."""
-    specs = loaded_tensors(config, formats)
+    """Return the config, the tensors to load and their placement, without the drafter if the placement omits it.
+
+    table: the tensors of a model without a drafter, if they are not those of the formats.
+    """
+    specs = loaded_tensors(config, formats) if table is None else table
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
     # only rank 0 knows the workload
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"

@@ -7,8 +7,8 @@ numbers wherever the weights are, so results do not depend on the placement.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -22,7 +22,8 @@ from dsv4cli.engine.weights.sizes import EMBEDDING, expert_layers, expert_part, 
 from dsv4cli.kernels import expert_cache
 from dsv4cli.kernels.expert_cache import ExpertCache
 from dsv4cli.kernels.experts import ExpertWeights
-from dsv4cli.kernels.stored_matrix import StoredMatrix
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 
 FEWER = "use more GPUs (--tp)"
 # the matrices of an expert, in the order of `ExpertWeights`
@@ -37,12 +38,14 @@ class OffloadPlan:
         layers: modules whose experts are divided; all have the same shapes and dtypes.
         parts: shape and dtype of each matrix and scale of an expert, by name.
         embedding: shape and dtype of the embedding.
+        block_types: GGUF type of the parts that are rows of blocks.
     """
 
     layers: tuple[str, ...]
     parts: dict[str, tuple[tuple[int, ...], torch.dtype]]
     division: Division
     embedding: tuple[tuple[int, ...], torch.dtype]
+    block_types: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
@@ -62,7 +65,8 @@ def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Offl
     layers, form = expert_layers(table, ranks)
     parts = {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}
     embedding = next(spec for spec in table if spec.name == EMBEDDING)
-    return OffloadPlan(layers, parts, division, (embedding.shape, TORCH_DTYPES[embedding.dtype]))
+    kinds = {part: BLOCK_DTYPES[dtype] for part, (_, dtype) in form.items() if dtype in BLOCK_DTYPES}
+    return OffloadPlan(layers, parts, division, (embedding.shape, TORCH_DTYPES[embedding.dtype]), kinds)
 
 
 class ExpertOffload:
@@ -196,7 +200,9 @@ class LayerExperts(nn.Module):
         super().__init__()
         self.offload, self._state = experts, state
         self._host = list(experts.host[number].values())
-        self._matrices = [_matrix(name, experts.stacks) for name in MATRICES]
+        self._matrices = [
+            _matrix(name, experts.stacks, experts.plan.block_types.get(f"{name}.weight")) for name in MATRICES
+        ]
 
     def fetch(self, chosen: torch.Tensor) -> ExpertWeights:
         """Return the experts. Those in `chosen`, int64 [T, k], stay on the GPU until the next call for any layer."""
@@ -210,8 +216,10 @@ class LayerExperts(nn.Module):
         return expert_bytes(self.offload.plan.parts)
 
 
-def _matrix(name: str, stacks: dict[str, torch.Tensor]) -> StoredMatrix:
+def _matrix(name: str, stacks: dict[str, torch.Tensor], block_type: str | None) -> StoredMatrix:
     """Return one matrix of all experts from the stacks of its parts."""
+    if block_type is not None:
+        return BlockMatrix.of(stacks[f"{name}.weight"], block_type)
     parts = (part.split(".") for part in stacks)
     return StoredMatrix(**{role: stacks[f"{name}.{role}"] for matrix, role in parts if matrix == name})
 

@@ -21,9 +21,18 @@ from dsv4cli.engine.checkpoint.naming import Location, Naming, OfficialNaming
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import as_done
-from dsv4cli.engine.weights.fill import TORCH_DTYPES, Arrived, Destinations, Supply, damaged_scale, no_scales
+from dsv4cli.engine.weights.fill import (
+    TORCH_DTYPES,
+    Arrived,
+    Destinations,
+    Supply,
+    check_blocks,
+    damaged_scale,
+    no_scales,
+)
 from dsv4cli.engine.weights.staging import Staging
 from dsv4cli.errors import CheckpointError
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
 THREADS = 8
 # bytes that a thread reads in one job, and the size of a staging buffer
@@ -81,6 +90,8 @@ class TensorRows:
                 np.divide(1, numbers := into.view(np.float32), out=numbers)
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
+        if self.spec.dtype in BLOCK_DTYPES:
+            check_blocks(self.spec, into)
 
     def _read_columns(self, files: Files, into: Bytes) -> None:
         """Read whole rows, trimmed before the first and after the last byte of the piece, and keep its columns."""

@@ -8,7 +8,10 @@ from math import prod
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
+# bits of an element of a tensor to load: rows of blocks are bytes
+BITS = DTYPE_BITS | dict.fromkeys(BLOCK_DTYPES, 8)
 # shape and dtype (by its name in safetensors headers) of each matrix and scale of an expert
 Form = dict[str, tuple[tuple[int, ...], str]]
 EMBEDDING = "embed.weight"
@@ -65,7 +68,7 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
     for (dtype, shape, shard, drafts), count in kinds.items():
         example = examples[dtype, shape, shard]
         values = count * prod(part_shape(example, ranks))
-        nbytes = values * DTYPE_BITS[dtype] // 8
+        nbytes = values * BITS[dtype] // 8
         wide = values * FP32_BYTES * example.count // prod(shape) if example.count else nbytes
         total += nbytes
         drafter += nbytes * drafts
@@ -77,9 +80,9 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
         drafter=drafter,
         layers=len(layers),
         experts=1 + max((spec.expert for spec in table if spec.expert is not None), default=-1),
-        expert=sum(prod(shape) * DTYPE_BITS[dtype] // 8 for shape, dtype in form.values()),
+        expert=sum(prod(shape) * BITS[dtype] // 8 for shape, dtype in form.values()),
         chosen=chosen,
-        embedding=sum(prod(spec.shape) * DTYPE_BITS[spec.dtype] // 8 for spec in table if spec.name == EMBEDDING),
+        embedding=sum(prod(spec.shape) * BITS[spec.dtype] // 8 for spec in table if spec.name == EMBEDDING),
         dequantized=dequantized,
         dequantized_drafter=dequantized_drafter,
     )

@@ -12,7 +12,7 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    y = linear_fp32(x, block_scale.dequantise(matrix.weight, matrix.scale))
+    y = linear_fp32(x, matrix.values())
     return (y if matrix.scale_2 is None else y * matrix.scale_2).type_as(x)
 
 
@@ -26,7 +26,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     groups = x.float().unbind(1)
-    matrices = block_scale.dequantise(matrix.weight, matrix.scale).unflatten(0, (len(groups), -1)).unbind()
+    matrices = matrix.values().unflatten(0, (len(groups), -1)).unbind()
     return torch.stack([alike.product(*one) for one in zip(groups, matrices, strict=True)], 1).type_as(x)
 
 
@@ -46,7 +46,7 @@ def linears(
 
 def _linears(inputs: torch.Tensor, matrices: Iterable[StoredMatrix], like: torch.Tensor) -> list[torch.Tensor]:
     """Return the products of inputs, fp32 [T, K], rounded to the dtype of `like`."""
-    weights = (block_scale.dequantise(one.weight, one.scale) for one in matrices)
+    weights = (one.values() for one in matrices)
     return [y.type_as(like) for y in alike.products(inputs, weights)]
 
 

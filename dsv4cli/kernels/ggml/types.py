@@ -74,6 +74,14 @@ DECODED = tuple(name for name, kind in TYPES.items() if kind.decoder is not None
 # bits of a value
 BITS = {name: kind.nbytes * 8 / kind.values for name, kind in TYPES.items()}
 
+# dtypes of tensors that keep their blocks: rows of bytes
+BLOCK_DTYPES = {f"ggml:{name}": name for name in DECODED}
+
+
+def block_dtype(name: str) -> str:
+    """Return the dtype of tensors that keep the blocks of a type."""
+    return f"ggml:{name}"
+
 
 def row_bytes(name: str, columns: int) -> int:
     """Return the bytes of a row, whose columns must fill whole blocks."""

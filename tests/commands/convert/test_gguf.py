@@ -14,7 +14,6 @@ from dsv4cli.engine.conversion import plan, write
 from dsv4cli.engine.conversion.gguf.encode import encode_matrix
 from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
-from dsv4cli.kernels.ggml.types import TYPES
 from tests.support import crashing, damage, questions
 from tests.support.conversions import convert, differing, files, official_values, run, stored
 
@@ -236,27 +235,6 @@ def test_a_changed_value_is_noticed(made, tmp_path):
     code, out, _ = run("convert", "--check", output, "--against", NANO)
     assert code == 3
     assert "has changed" in out
-
-
-def retyped(path: Path, name: str, kind: str) -> None:
-    """Gives a tensor of a GGUF file another type number."""
-    content = bytearray(path.read_bytes())
-    at = content.index(name.encode()) + len(name)
-    dimensions = int.from_bytes(content[at : at + 4], "little")
-    place = at + 4 + 8 * dimensions
-    content[place : place + 4] = TYPES[kind].number.to_bytes(4, "little")
-    path.write_bytes(content)
-
-
-def test_a_type_without_a_decoder_is_refused_by_name(made, tmp_path):
-    (tmp_path / FILE).write_bytes((made / "q8" / FILE).read_bytes())
-    retyped(tmp_path / FILE, "blk.2.ffn_gate_exps.weight", "IQ1_S")
-    code, _, err = run("convert", tmp_path / FILE, tmp_path / "back", "--to", "official")
-    assert code == 4
-    assert "blk.2.ffn_gate_exps.weight is IQ1_S, which dsv4 does not decode" in err
-    code, out, _ = run("inspect", tmp_path / FILE)
-    assert code == 3
-    assert "llama.cpp's GGUF" in out
 
 
 @pytest.mark.parametrize("options", ["--attention fp8", "--experts fp8", "--ranks 2"])

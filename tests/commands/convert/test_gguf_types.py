@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.gguf.model import recognise_gguf
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.errors import UnsupportedCheckpoint
+from dsv4cli.kernels.ggml.types import TYPES
 from tests.support.conversions import convert, official_values, run, stored
 from tests.support.gguf_models import DS4, LLAMA, MIXES, UNSLOTH, write_nano
 from tests.support.slow import slow_except
@@ -139,3 +142,21 @@ def test_differences_are_found_between_types(tmp_path):
     counts = json.loads(out)["diff"]["counts"]
     assert counts["unreadable"] == 0
     assert counts["different"] + counts["identical"] + counts["equal"] == len(values)
+
+
+def test_a_type_without_a_decoder_is_refused_by_name(tmp_path):
+    path, _ = write_nano(tmp_path, DS4)
+    content, name = bytearray(path.read_bytes()), b"blk.2.ffn_gate_exps.weight"
+    # behind name, number of dimensions and three dimensions
+    place = content.index(name) + len(name) + 4 + 3 * 8
+    # its blocks have the size of IQ2_XXS
+    content[place : place + 4] = TYPES["TQ2_0"].number.to_bytes(4, "little")
+    path.write_bytes(content)
+    code, _, err = run("convert", path, tmp_path / "back", "--to", "official")
+    assert code == 4
+    assert "blk.2.ffn_gate_exps.weight is TQ2_0, which dsv4 does not decode" in err
+    with pytest.raises(UnsupportedCheckpoint, match="is TQ2_0, which dsv4 does not decode"):
+        _ = FolderSource("test", path).identity
+    code, out, _ = run("inspect", path)
+    assert code == 3
+    assert "blk.2.ffn_gate_exps.weight is TQ2_0, which dsv4 does not decode" in " ".join(out.split())

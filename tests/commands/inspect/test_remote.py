@@ -174,8 +174,8 @@ def test_damage_is_named(hub, tmp_path, harm, words):
     assert str(tmp_path) not in caught.value.message + caught.value.remedy
 
 
-ONE = "dsv4 download {name}`, then `dsv4 inspect {name}"
-SOME = "hf download {name} FILE --local-dir DIR`, then `dsv4 inspect DIR/FILE"
+ONE = "`dsv4 download {name}`, then run it: `dsv4 run --model {name}`"
+SOME = "`hf download {name} FILE --local-dir DIR`, then run it: `dsv4 run --model DIR/FILE`"
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ SOME = "hf download {name} FILE --local-dir DIR`, then `dsv4 inspect DIR/FILE"
 def test_gguf_files_are_named(hub, dsv4, names, fetch):
     """The same of every consumer: their headers are not read over the network."""
     hub.add(NAME, {"config.json": GOLDEN["config.json"]} | dict.fromkeys(names, b"GGUF"))
-    remedy = f"→ of GGUF, files on this machine are read: `{fetch.format(name=NAME)} --for llama.cpp`\n"
+    remedy = f"→ download a model: {fetch.format(name=NAME)}\n"
     asked = dsv4("inspect", NAME, "--for", "llama.cpp")
     assert asked.code == 3
     assert "may or may not load" in asked.out
@@ -198,7 +198,8 @@ def test_gguf_files_are_named(hub, dsv4, names, fetch):
     done = dsv4("inspect", NAME)
     assert done.code == 3
     assert done.out.startswith(
-        f"{NAME} would not load\n  {NAME} is a GGUF model ({names[0]}), which dsv4 does not run\n{remedy}"
+        f"{NAME} would not load\n  {NAME} holds GGUF files ({names[0]}), whose headers are not read over the network\n"
+        + remedy
     )
     assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
 
@@ -210,7 +211,9 @@ def test_a_gguf_model_is_known_once_it_is_here(hub, dsv4, tmp_path):
     remedy = dsv4("inspect", f"{NAME}@v2", "--for", "llama.cpp").out.splitlines()[-1]
     _, fetch, _, ask, _ = remedy.split("`")
     dsv4(*fetch.split()[1:])
-    done = dsv4(*ask.split()[1:])
+    asked = dsv4(*ask.split()[1:], "What is 17 + 25?", "--temperature", "0")
+    assert asked.out == "17 + 25 = 42.\n"
+    done = dsv4("inspect", f"{NAME}@v2", "--for", "llama.cpp")
     assert done.code == 0
     assert done.out.startswith("llama.cpp (September 2026) would load")
 

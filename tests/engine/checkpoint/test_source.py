@@ -9,7 +9,7 @@ from dsv4cli.engine.checkpoint.names import ALIASES
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.errors import ModelNotFound, UnsupportedCheckpoint, UsageError
+from dsv4cli.errors import CheckpointError, ModelNotFound, UsageError
 from tests.support.damage import GOLDEN
 
 COMMIT = "60d8d70770c6776ff598c94bb586a859a38244f1"
@@ -87,7 +87,7 @@ def test_a_file_is_not_a_folder(tmp_path):
     assert str(tmp_path) in caught.value.remedy
     (tmp_path / "model.gguf").write_bytes(b"")
     source = resolve_model(str(tmp_path / "model.gguf"))
-    with pytest.raises(UnsupportedCheckpoint, match="is a GGUF model"):
+    with pytest.raises(CheckpointError, match=r"model\.gguf is not a GGUF file"):
         _ = source.identity
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dsv4cli.engine.checkpoint.headers import TensorInfo
-from dsv4cli.engine.config.gguf import ARCHITECTURE, NUMBERS, RATIOS
+from dsv4cli.engine.config.gguf import ARCHITECTURE, NUMBERS, RATIOS, RELEASE
 from dsv4cli.engine.config.layer_kind import CSA, HCA
-from dsv4cli.engine.config.presets import COMMON
+from dsv4cli.engine.config.presets import COMMON, Release
 from dsv4cli.errors import CheckpointError
 
 Tensors = Mapping[str, TensorInfo]
@@ -19,6 +19,10 @@ ASSUMED = ("hc_sinkhorn_iters", "hc_eps", "compress_rope_theta")
 IN_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
 # tensors of a drafter: llama.cpp's in a block after the layers, and ds4's
 NEXTN, DS4_DRAFTER = re.compile(r"blk\.(\d+)\.nextn\."), "mtp."
+# keys in which converters write a model's name, and the release that it can tell
+NAMES = ("general.name", "general.basename", "general.version", "general.finetune", "general.base_model.0.name")
+NEWER: Release = "0731"
+LONGEST_NAME = 500
 EXPERT_STACKS = ("ffn_gate_exps.weight", "ffn_up_exps.weight", "ffn_down_exps.weight", "ffn_gate_inp.weight")
 
 
@@ -52,6 +56,10 @@ def completed(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> tupl
             found[key] = COMMON[official]
             notes.append(f"{key} is missing; it is assumed to be {COMMON[official]:g}, as in every release")
     notes += _count_experts(found, tensors, where)
+    named = next((key for key in NAMES if NEWER in str(found.get(key, ""))[:LONGEST_NAME]), None)
+    if RELEASE not in found and named:
+        found[RELEASE] = NEWER
+        notes.append(f"the release is not stated; by {named} it is {NEWER}")
     return found, notes
 
 

@@ -1,0 +1,66 @@
+"""Fill a model's parameters from GGUF files: blocks are read as they are, all other tensors are decoded."""
+
+from collections.abc import Generator, Iterable
+from functools import partial
+from math import prod
+
+import numpy as np
+import torch
+
+from dsv4cli.engine.checkpoint.compare import row_chunks
+from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, byte_checkpoint
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
+from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.weights.fill import (
+    TORCH_DTYPES,
+    Arrived,
+    Destinations,
+    Supply,
+    damaged_scale,
+    local_slice,
+    no_scales,
+)
+from dsv4cli.engine.weights.read import stored
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+
+
+def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: World) -> Supply:
+    """Return a supply for `fill` of this rank's shard of the table that `loaded_table` returned.
+
+    Raises as `read.stored` and `GgufStoredModel.read`.
+    """
+    table = list(specs)
+    blocks = [spec for spec in table if spec.dtype in BLOCK_DTYPES]
+    decoded = [spec for spec in table if spec.dtype not in BLOCK_DTYPES]
+    as_bytes = stored(byte_checkpoint(identity), blocks, world, naming=ByteNaming(identity.stored_naming))
+    return partial(_fill, as_bytes, identity, decoded, world)
+
+
+def _fill(
+    as_bytes: Supply, identity: GgufIdentity, decoded: list[TensorSpec], world: World, destinations: Destinations
+) -> Generator[Arrived, None, None]:
+    yield from as_bytes(destinations)
+    model = GgufStoredModel(identity)
+    with model:
+        for spec in decoded:
+            yield from _decode(model, spec, world, destinations[spec.name])
+
+
+def _decode(
+    model: GgufStoredModel, spec: TensorSpec, world: World, destination: torch.Tensor
+) -> Generator[Arrived, None, None]:
+    """Decode the rows of one tensor that this rank holds, a few at a time, and copy them."""
+    own = local_slice(spec, world)
+    start, stop, _ = own[0].indices(spec.shape[0])
+    for rows in row_chunks(stop - start, prod(spec.shape[1:])):
+        raw = model.read(spec, slice(start + rows.start, start + rows.stop))[(slice(None), *own[1:])]
+        bits = np.ascontiguousarray(raw)
+        tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(
+            TORCH_DTYPES[spec.dtype]
+        )
+        if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
+            raise damaged_scale(spec)
+        destination[rows].copy_(tensor)
+        yield spec.name, tensor.nbytes

@@ -1,0 +1,140 @@
+"""GGUF files loaded as stored: exact, sharded at block borders, and in no more memory than the file."""
+
+import pytest
+import torch
+
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+from dsv4cli.engine.checkpoint.layout import loaded_tensors
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.model.linear import MatrixParameters
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.model.transformer import Transformer
+from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.weights import placement
+from dsv4cli.engine.weights.fill import fill, made
+from dsv4cli.engine.weights.gguf import stored_gguf
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.placement import MemoryLimits
+from dsv4cli.errors import CheckpointError, NotEnoughMemory
+from dsv4cli.kernels.dispatch import use
+from tests.support.gguf_models import DS4, LLAMA, MIXES, write_nano
+from tests.support.oracle import logits_in_chunks
+from tests.support.slow import slow_except
+
+IDS = [0, *range(100, 116)]
+
+
+@pytest.fixture
+def as_stored(monkeypatch):
+    """No machine has the memory to dequantize at load."""
+    monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
+
+
+def logits(model: Transformer) -> torch.Tensor:
+    return logits_in_chunks(model, IDS, [13, 1, 3])
+
+
+@pytest.mark.parametrize("mix", slow_except(["ds4"], MIXES))
+def test_blocks_give_the_bits_of_their_values(tmp_path, as_stored, mix):
+    path, values = write_nano(tmp_path, MIXES[mix], parts=3 if mix == "unsloth" else 1)
+    source = FolderSource("test", path)
+    model = load_model(source, Numerics.reference())
+    matrices = [module for module in model.modules() if isinstance(module, MatrixParameters)]
+    assert {one.block_type for one in matrices} > {"Q8_0"}
+    kept = {spec.name: spec for spec in loaded_table(source.identity, blocks=True).values()}
+    assert model.stored_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    # the same with every matrix in fp32, except FP4 experts, whose inputs are rounded
+    config, wide = source.identity.config, Formats("f32", "f32", "f32")
+    specs = loaded_tensors(config, wide)
+    reference = Transformer(config, Numerics.reference(), SINGLE)
+    fill(reference, specs, made((spec, values[name]) for name, spec in specs.items()), device="cpu", world=SINGLE)
+    fp4 = any(spec.form == "fp4" for spec in kept.values())
+    assert not fp4
+    assert torch.equal(logits(model), logits(reference.eval()))
+
+
+def test_a_cpu_with_enough_memory_dequantizes_them_without_changing_a_bit(tmp_path, monkeypatch):
+    path, _ = write_nano(tmp_path, LLAMA)
+    wide = load_model(FolderSource("test", path), Numerics.reference())
+    assert all(one.block_type is None for one in wide.modules() if isinstance(one, MatrixParameters))
+    monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
+    stored = load_model(FolderSource("test", path), Numerics.reference())
+    assert sum(one.nbytes for one in stored.parameters()) < sum(one.nbytes for one in wide.parameters()) / 2
+    assert torch.equal(logits(stored), logits(wide))
+
+
+def test_mxfp4_experts_are_those_of_the_release(tmp_path, as_stored):
+    path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "MXFP4"} | DS4)
+    table = loaded_table(FolderSource("test", path).identity, blocks=True)
+    assert table["layers.1.ffn.experts.3.w2.weight"].form == "fp4"
+    assert table["layers.1.ffn.experts.3.w2.scale"].dtype == "F8_E8M0"
+    assert logits(load_model(FolderSource("test", path), Numerics.reference())).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
+    path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "Q4_0"} | DS4)
+    identity = FolderSource("test", path).identity
+    config, table = identity.config, loaded_table(identity, blocks=True)
+
+    def filled(world: World) -> dict[str, torch.Tensor]:
+        model = Transformer(config, Numerics.reference(), world)
+        fill(model, table, stored_gguf(identity, table.values(), world), device="cpu", world=world)
+        return dict(model.named_parameters())
+
+    whole = filled(SINGLE)
+    parts = [filled(World(rank, size)) for rank in range(size)]
+    for spec in table.values():
+        name = spec.parameter
+        if spec.shard is None:
+            assert all(torch.equal(part[name], whole[name]) for part in parts), name
+            continue
+        dim = spec.shard + (spec.expert is not None)
+        assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name]), name
+
+
+def test_a_cut_inside_a_block_is_refused(tmp_path):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    table, world = loaded_table(identity, blocks=True), World(0, 2)
+    with pytest.raises(
+        CheckpointError, match=r"w2\.weight \[256, 256\] \(Q2_K, blocks of 256\) cannot be split across 2 ranks"
+    ):
+        fill(
+            Transformer(identity.config, Numerics.reference(), world),
+            table,
+            stored_gguf(identity, table.values(), world),
+            device="cpu",
+            world=world,
+        )
+
+
+def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    info = identity.checkpoint.tensors["blk.2.ffn_gate_exps.weight"]
+    with path.open("r+b") as file:
+        file.seek(info.begin + (5 * 256 + 7) * 66)  # d of a row of expert 5
+        file.write(b"\x00\x7c")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.2\.ffn\.experts\.5\.w1\.weight \(IQ2_XXS\) holds a block whose"
+    ):
+        load_model(FolderSource("test", path), Numerics.reference())
+
+
+def test_the_triton_kernels_get_values(tmp_path):
+    path, _ = write_nano(tmp_path, DS4)
+    with use("triton"):
+        model = load_model(FolderSource("test", path), Numerics.reference())
+        assert all(one.block_type is None for one in model.modules() if isinstance(one, MatrixParameters))
+        with pytest.raises(NotEnoughMemory, match="do not decode GGUF blocks, and as values") as refused:
+            load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=20_000_000))
+    assert f"`dsv4 convert {path} OUT --to official`" in refused.value.remedy
+    assert "--backend torch" in refused.value.remedy
+
+
+def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
+    path, _ = write_nano(tmp_path, DS4)
+    with pytest.raises(NotEnoughMemory, match=r"the weights take 0\.01 GB and cpu has 0\.01 GB free"):
+        load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=10_000_000))
