@@ -21,7 +21,7 @@ Exit codes:
   130 interrupted; 143 terminated"""
 
 MODEL_HELP = (
-    "Model to use: a checkpoint folder; a built-in model (nano, nano-0731); flash, pro, "
+    "Model to use: a checkpoint folder or a GGUF file; a built-in model (nano, nano-0731); flash, pro, "
     "flash-0731 or org/name[@revision] from the Hugging Face cache; or random:PRESET[,KEY=N,...] "
     "for random weights without files (keys: layers, experts, seed)."
 )

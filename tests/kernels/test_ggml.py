@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from dsv4cli.kernels import experts, gemm
+from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.ggml import types
+from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 from tests.support.ggml_blocks import random_rows
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_except, slow_rows
 
 # the types of the community's files; a file with another one is refused by name
 DECODED = {
@@ -101,3 +104,42 @@ def test_rows_may_be_a_view_at_any_offset(name):
     np.testing.assert_array_equal(types.decode(name, padded[:, 1:]), types.decode(name, rows))
     view = torch.from_numpy(padded)[:, 1:]
     np.testing.assert_array_equal(types.decode(name, view).numpy(), types.decode(name, rows))
+
+
+@pytest.mark.parametrize("name", [*slow_except(["Q2_K", "IQ2_XXS", "Q8_0"], sorted(DECODED))])
+def test_linears_multiply_by_the_values_of_blocks(name):
+    kind = types.TYPES[name]
+    columns = 512
+    rows = torch.from_numpy(random_rows(name, 70, columns // kind.values, seed=2, scale=0.01))
+    matrix = BlockMatrix.of(rows, name)
+    values = torch.from_numpy(theirs(name, rows.numpy())).double()
+    assert matrix.block_type == name
+    assert torch.equal(matrix.values().double(), values)
+    for tokens in (1, 9):
+        x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens))
+        exact = x.double() @ values.T
+        # 512 products summed in fp32
+        bound = 512 * 2**-24 * (x.abs().double() @ values.abs().T)
+        assert ((gemm.linear(x, matrix).double() - exact).abs() <= bound).all()
+        grouped = gemm.grouped_linear(x.view(tokens, 2, -1).repeat(1, 1, 2), BlockMatrix.of(rows, name))
+        assert grouped.shape == (tokens, 2, 35)
+
+
+@pytest.mark.parametrize(("up", "down"), [("IQ2_XXS", "Q2_K"), *slow_rows(("MXFP4", "Q6_K"))])
+def test_experts_multiply_by_the_values_of_blocks(up, down):
+
+    def stack(name, seed):
+        rows = random_rows(name, 3 * 256, 256 // types.TYPES[name].values, seed, scale=0.02)
+        return BlockMatrix.of(torch.from_numpy(rows).view(3, 256, -1), name)
+
+    blocks = ExpertWeights(stack(up, 1), stack(down, 2), stack(up, 3))
+    wide = ExpertWeights(*(StoredMatrix(one.values()) for one in blocks.matrices))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 256, generator=generator)
+    chosen, routing = torch.tensor([[0, 2], [2, 1], [1, 0], [0, 2], [2, 0]]), torch.rand(5, 2, generator=generator)
+    for weights in (blocks, wide):
+        assert weights.count == 3
+    found = [experts.routed_experts(x, weights, chosen, routing, 10.0, True) for weights in (blocks, wide)]
+    assert torch.equal(*found)
+    one = [ExpertWeights(*(matrix.row(1) for matrix in weights.matrices)) for weights in (blocks, wide)]
+    assert torch.equal(*(experts.shared_expert(x, weights, 10.0, True) for weights in one))

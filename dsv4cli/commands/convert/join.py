@@ -176,12 +176,12 @@ def next_step(output: Path, to: str, part: int = 1, parts: int = 1) -> str:
     if parts > 1:
         return f"when all {parts} parts are there: `dsv4 convert --finish {shell_word(output)}`"
     folder = folder_word(output)
-    # the program that each layout is for; dsv4 runs all except GGUF
+    # the program that each layout is for; dsv4 runs all of them
     readers = {"nvfp4": "vllm", "transformers": "transformers", "mp": "official", "gguf": "llama.cpp"}
     if to not in readers:
         return f"look at it with `dsv4 inspect {folder}`"
-    here = "" if to == "gguf" else f", or run it here: `dsv4 run --model {folder}`"
-    return f"see what loads it with `dsv4 inspect {folder} --for {readers[to]}`{here}"
+    here = f"run it here: `dsv4 run --model {folder}`"
+    return f"see what loads it with `dsv4 inspect {folder} --for {readers[to]}`, or {here}"
 
 
 def notes(out: Output, sentences: Iterable[str]) -> None:

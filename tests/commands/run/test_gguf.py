@@ -36,8 +36,8 @@ def test_one_file_answers_as_the_model(dsv4, tmp_path):
 def test_parts_and_what_the_metadata_does_not_state(dsv4, tmp_path):
     path, _ = write_nano(tmp_path, EXACT, parts=3, change=forget)
     for name in (path, tmp_path, path.with_name("nano-00003-of-00003.gguf")):
-        done = dsv4("run", QUESTION, "-m", str(name), "--temperature", "0", "--max-tokens", "4")
-        assert (done.code, done.out) == (0, "17 + \n")
+        done = dsv4("run", QUESTION, "-m", str(name), "--temperature", "0", "--max-tokens", "1")
+        assert (done.code, done.out) == (0, "17\n")
     assert "deepseek4.hyper_connection.sinkhorn_iterations is missing; it is assumed to be 20" in done.err
     assert "does not say its release; prompts use the format of v4\n" in done.err
 
@@ -69,7 +69,7 @@ def test_scores_do_not_depend_on_how_blocks_are_held(dsv4, tmp_path, monkeypatch
     path, _ = write_nano(tmp_path, mix)
     texts = tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": "the quick brown fox"}) + "\n")
-    words = ("run", "--score", str(texts), "--json", "-m")
+    words = ("run", "--score", str(texts), "-m")
     wide = dsv4(*words, str(path))
     monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
     # another name, because tests share loaded models
@@ -77,9 +77,10 @@ def test_scores_do_not_depend_on_how_blocks_are_held(dsv4, tmp_path, monkeypatch
     assert (wide.code, kept.code) == (0, 0)
     assert "as fp32" in wide.err
     assert "as fp32" not in kept.err
-    assert json.loads(kept.out)["logprobs"] == json.loads(wide.out)["logprobs"]
+    assert kept.out == wide.out
 
 
+@pytest.mark.slow
 def test_eval_and_trace_take_a_file(dsv4, tmp_path):
     path, _ = write_nano(tmp_path, EXACT)
     items = tmp_path / "q.jsonl"

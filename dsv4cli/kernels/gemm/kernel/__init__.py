@@ -21,7 +21,9 @@ FEW, FEW_FP4 = 16, 2
 def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Return the module that multiplies x [T, K] or [T, G, K] by this weight."""
     if weight.dtype == torch.uint8:
-        raise KernelUnsupported("the Triton linears support NVFP4 weights only one at a time, with their scale_2")
+        raise KernelUnsupported(
+            "the Triton linears support NVFP4 weights one at a time, with scale_2, and no GGUF blocks"
+        )
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
         return gemv
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
