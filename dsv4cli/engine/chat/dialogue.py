@@ -3,6 +3,7 @@
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from dsv4cli.engine.chat.thinking import Thinking
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
@@ -15,6 +16,9 @@ from dsv4cli.engine.text.prompt import Message, answerable, encode_messages, thi
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import Given
 from dsv4cli.errors import CheckpointError
+
+# questions, from the last one back, before which a prompt's state is stored
+KEPT_QUESTIONS = 2
 
 
 @dataclass(frozen=True)
@@ -76,15 +80,17 @@ class Dialogue:
         assert end is not None
         return Thinking(self.thinks(ids), max_tokens, budget, end, self.config.eos_token_ids)
 
-    def boundaries(self, ids: Sequence[int]) -> tuple[int, int]:
+    def boundaries(self, ids: Sequence[int]) -> tuple[int, ...]:
         """Return the prompt lengths at which to store the state in the prefix cache.
 
-        There are two: before the last question, which the user may replace, and at the end of the prompt. The latter
-        serves the same prompt again, and conversations that continue without the answer's thinking.
+        There are three: before the second to last question, which some agents move behind the next answer; before the
+        last question, which the user may replace; and at the end of the prompt. The last one serves the same prompt
+        again, and conversations that continue without the answer's thinking.
         """
         user = self.tokenizer.token_id(tokens.USER)
-        question = next((i for i in range(len(ids) - 1, -1, -1) if ids[i] == user), 0)
-        return question, len(ids)
+        found = (i for i in range(len(ids) - 1, -1, -1) if ids[i] == user)
+        questions = list(islice(found, KEPT_QUESTIONS)) or [0]
+        return (*reversed(questions), len(ids))
 
     def text_ids(self, text: str) -> list[int]:
         """Return the token ids of a text in a message."""
