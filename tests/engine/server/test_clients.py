@@ -216,3 +216,13 @@ def test_a_harness_in_its_chat_form_finds_the_figures_of_eval(harness, tmp_path,
     assert math.isclose(results["exact_match,none"], scored["score"])
     assert 0 < scored["score"] < 1
     assert len(samples) == scored["items"] == 27
+
+
+@pytest.mark.parametrize("model", ["openai/nano", "anthropic/nano"])
+def test_litellm_recognizes_a_prompt_that_is_too_long(nano, monkeypatch, model):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download the prices of models
+    litellm = pytest.importorskip("litellm")
+    base = f"{nano.url}/v1" if model.startswith("openai") else nano.url
+    messages = asked("word " * 9000)
+    with pytest.raises(litellm.ContextWindowExceededError):
+        litellm.completion(model=model, messages=messages, api_base=base, api_key="none", max_tokens=5, num_retries=0)
