@@ -1,10 +1,11 @@
 """The validated body of /v1/responses: its items as a prompt, and the options of the answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsv4cli.engine.chat.dropping import messages_to_drop
+from dsv4cli.engine.server.accounts import Account
 from dsv4cli.engine.server.answer_format import AnswerFormat, form_in
 from dsv4cli.engine.server.chat_request import prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
@@ -69,14 +70,17 @@ class _Conversation:
     shown: dict[str, Any]
 
 
-def read_response(body: dict[str, Any], service: Service) -> ResponseRequest:
+def read_response(body: dict[str, Any], service: Service, owner: Account) -> ResponseRequest:
     """Validate a request body.
+
+    Args:
+        owner: the account whose stored responses the request may refer to.
 
     Raises:
         Refusal: a field is invalid; the message names it.
     """
     fields = Fields(body)
-    talk = _conversation(fields, service)
+    talk = _conversation(fields, service, owner)
     limits = limits_of(fields, service, fields.whole("max_output_tokens", 1), (), 0)
     sampling = sampling_of(fields, service)
     ids = _ids(talk, fields, service, limits.max_tokens)
@@ -105,24 +109,24 @@ def read_response(body: dict[str, Any], service: Service) -> ResponseRequest:
     )  # fmt: skip
 
 
-def response_ids(body: dict[str, Any], service: Service) -> list[int]:
+def response_ids(body: dict[str, Any], service: Service, owner: Account) -> list[int]:
     """Return the token ids of a body whose prompt is only counted. Raises `Refusal` if a field is invalid."""
     fields = Fields(body)
-    return _ids(_conversation(fields, service), fields, service, service.usual.limits.max_tokens)
+    return _ids(_conversation(fields, service, owner), fields, service, service.usual.limits.max_tokens)
 
 
-def _conversation(fields: Fields, service: Service) -> _Conversation:
+def _conversation(fields: Fields, service: Service, owner: Account) -> _Conversation:
     for name in ELSEWHERE:
         if fields.value(name):
             raise bad_field(name, "this server has no conversations, prompt templates, moderation or compaction")
     store, previous = service.responses, fields.text(PREVIOUS)
     if previous is not None and store is None:
         raise bad_field(PREVIOUS, NOTHING_STORED)
-    earlier = store.conversation(previous) if store is not None and previous is not None else []
+    earlier = store.conversation(previous, owner) if store is not None and previous is not None else []
     given = fields.value("input")
     if given is None and not earlier:
         raise bad_field("input", "expected a text or a list of items, got nothing")
-    own = input_items([] if given is None else given, _finder(store))
+    own = input_items([] if given is None else given, _finder(store, owner))
     tools = _tools(fields, [*earlier, *own], service)
     choice, allowed, shown_choice = read_choice(fields, tools)
     text = fields.mapping("text")
@@ -141,9 +145,9 @@ def _conversation(fields: Fields, service: Service) -> _Conversation:
     return _Conversation(own, tools, messages, shape, effort, shown)
 
 
-def _finder(store: ResponseStore | None) -> Any:
+def _finder(store: ResponseStore | None, owner: Account) -> Callable[[str], dict[str, Any] | None]:
     if store is not None:
-        return store.item
+        return lambda name: store.item(name, owner)
 
     def refuse(name: str) -> None:
         raise bad_field("input", f"cannot find the item {name!r}: {NOTHING_STORED}")

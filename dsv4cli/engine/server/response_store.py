@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
+from dsv4cli.engine.server.accounts import Account
 from dsv4cli.engine.server.refusals import Refusal, bad_field, to_bytes
 
 # the most responses, and bytes of their JSON. The least recently used response is removed first.
@@ -21,12 +22,14 @@ class StoredResponse:
 
     Attributes:
         inputs: the items of its own input.
+        owner: the account of the API key that created it. Others cannot see it.
         previous: the response that it continues.
         items: the ids of all its items.
     """
 
     document: bytes
     inputs: bytes
+    owner: Account
     previous: str | None
     items: Sequence[str]
 
@@ -46,7 +49,7 @@ class ResponseStore:
     def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
         self._held: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
-        self._item_owners: dict[str, str] = {}  # the response that each item belongs to
+        self._response_of: dict[str, str] = {}  # the response that each item belongs to
         self._bytes = 0
         self._lock = RLock()  # long bodies are read in other threads
         self.tasks: dict[str, Task[None]] = {}
@@ -54,17 +57,17 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, document: dict[str, Any], inputs: list[dict[str, Any]]) -> None:
+    def put(self, document: dict[str, Any], inputs: list[dict[str, Any]], owner: Account) -> None:
         """Store a response, or replace it. The least recently used ones are removed if there are too many."""
         name = document["id"]
         ids = [item["id"] for item in [*inputs, *document["output"]]]
-        held = StoredResponse(to_bytes(document), to_bytes({"items": inputs}), document[PREVIOUS], ids)
+        held = StoredResponse(to_bytes(document), to_bytes({"items": inputs}), owner, document[PREVIOUS], ids)
         with self._lock:
             self.remove(name)
             self._held[name] = held
             self._bytes += held.size
             for item in ids:
-                self._item_owners.setdefault(item, name)
+                self._response_of.setdefault(item, name)
             while self._held and (len(self._held) > self._most or self._bytes > self._most_bytes):
                 self.remove(next(iter(self._held)))
 
@@ -76,15 +79,15 @@ class ResponseStore:
                 return False
             self._bytes -= held.size
             for item in held.items:
-                if self._item_owners.get(item) == name:
-                    del self._item_owners[item]
+                if self._response_of.get(item) == name:
+                    del self._response_of[item]
         return True
 
     def replace(self, document: dict[str, Any]) -> None:
         """Replace a response and keep its input. Does nothing if it was removed in the meantime."""
-        held = self._touch(document["id"])
+        held = self._held.get(document["id"])
         if held is not None:
-            self.put(document, _items(held))
+            self.put(document, _items(held), held.owner)
 
     def cancel(self, name: str) -> Task[None] | None:
         """Cancel the task that answers a background response. Return the task, None if it has ended."""
@@ -99,16 +102,16 @@ class ResponseStore:
         if task is not None:
             await wait({task})
 
-    def document(self, name: str) -> dict[str, Any]:
+    def document(self, name: str, owner: Account) -> dict[str, Any]:
         """Return a response. Raises `Refusal` if it is not stored."""
-        document: dict[str, Any] = json.loads(self._find(name).document)
+        document: dict[str, Any] = json.loads(self._find(name, owner).document)
         return document
 
-    def inputs(self, name: str) -> list[dict[str, Any]]:
+    def inputs(self, name: str, owner: Account) -> list[dict[str, Any]]:
         """Return the items of a response's own input. Raises `Refusal` if it is not stored."""
-        return _items(self._find(name))
+        return _items(self._find(name, owner))
 
-    def conversation(self, name: str) -> list[dict[str, Any]]:
+    def conversation(self, name: str, owner: Account) -> list[dict[str, Any]]:
         """Return the items of a response and of all responses before it: their inputs and outputs in order.
 
         Raises:
@@ -117,7 +120,7 @@ class ResponseStore:
         chain: list[StoredResponse] = []
         at: str | None = name
         while at is not None:
-            held = self._touch(at)
+            held = self._touch(at, owner)
             if held is None:
                 what = "it" if at == name else f"response {at!r}, which it continues,"
                 reason = f"cannot continue {name!r}: {what} is not stored; send the whole conversation as input"
@@ -128,26 +131,27 @@ class ResponseStore:
             at = held.previous
         return [item for held in reversed(chain) for item in [*_items(held), *json.loads(held.document)["output"]]]
 
-    def item(self, name: str) -> dict[str, Any] | None:
+    def item(self, name: str, owner: Account) -> dict[str, Any] | None:
         """Return the item with an id, None if it is not stored."""
-        owner = self._item_owners.get(name)
-        held = None if owner is None else self._touch(owner)
+        response = self._response_of.get(name)
+        held = None if response is None else self._touch(response, owner)
         if held is None:
             return None
         outputs = json.loads(held.document)["output"]
         found = next((item for item in outputs if item["id"] == name), None)
         return found or next(item for item in _items(held) if item["id"] == name)
 
-    def _touch(self, name: str) -> StoredResponse | None:
+    def _touch(self, name: str, owner: Account) -> StoredResponse | None:
         """Return a response, which is now the most recently used one; None if it is not stored."""
         with self._lock:
             held = self._held.get(name)
-            if held is not None:
-                self._held.move_to_end(name)
+            if held is None or held.owner is not owner:
+                return None
+            self._held.move_to_end(name)
             return held
 
-    def _find(self, name: str) -> StoredResponse:
-        held = self._touch(name)
+    def _find(self, name: str, owner: Account) -> StoredResponse:
+        held = self._touch(name, owner)
         if held is None:
             raise Refusal(404, f"no response {name!r} is stored", "response_id", "response_not_found")
         return held

@@ -4,11 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
+from functools import partial
+from traceback import format_exception
 from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from dsv4cli.engine.server.accounts import Account
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.choice import Choice, choices_of, pushed
 from dsv4cli.engine.server.incoming import account_of, read_body, service_of
@@ -20,6 +23,7 @@ from dsv4cli.engine.server.response_request import ResponseRequest, read_respons
 from dsv4cli.engine.server.response_store import ResponseStore
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
+from dsv4cli.errors import Dsv4Error
 
 # fields of a response that are null until there is something to say
 EMPTY = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
@@ -27,11 +31,11 @@ EMPTY = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
 
 async def create_response(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    service, asked = service_of(http), await read_body(http, read_response)
+    service, asked = service_of(http), await read_body(http, partial(read_response, owner=account_of(http)))
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests, account_of(http))
     [choice] = choices_of(asked.plan, requests, service).values()
-    reply = ResponseReply(service, asked, call, choice)
+    reply = ResponseReply(service, asked, call, choice, account_of(http))
     if asked.background:
         assert service.responses is not None
         return json_response(_start(reply, service.responses))
@@ -40,14 +44,14 @@ async def create_response(http: HttpRequest) -> Response:
 
 async def count_input(http: HttpRequest) -> Response:
     """POST /v1/responses/input_tokens."""
-    ids = await read_body(http, response_ids)
+    ids = await read_body(http, partial(response_ids, owner=account_of(http)))
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def _start(reply: "ResponseReply", store: ResponseStore) -> dict[str, Any]:
     """Begin an answer in the background, and return the response as it is now."""
     document = reply.head("in_progress")
-    store.put(document, reply.asked.items)
+    store.put(document, reply.asked.items, reply.owner)
     task = asyncio.create_task(_finish(reply, store))
     store.tasks[reply.id] = task
     return document
@@ -62,6 +66,8 @@ async def _finish(reply: "ResponseReply", store: ResponseStore) -> None:
         store.replace(reply.head("cancelled"))
     except Exception as error:  # noqa: BLE001 - a client that polls must see that its answer has failed
         store.replace(reply.head("failed") | {"error": _error(refusal_of(error))})
+        if not isinstance(error, Refusal | Dsv4Error):
+            reply.service.log("".join(format_exception(error)))
     finally:
         del store.tasks[reply.id]
         usage = reply.usage()
@@ -82,6 +88,7 @@ class ResponseReply:
     asked: ResponseRequest
     call: EngineCall
     choice: Choice
+    owner: Account
     id: str = field(default_factory=lambda: new_id("resp"))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -145,7 +152,7 @@ class ResponseReply:
         }
         if self.asked.stored and self.service.responses is not None:
             store = self.service.responses
-            store.replace(document) if self.asked.background else store.put(document, self.asked.items)
+            store.replace(document) if self.asked.background else store.put(document, self.asked.items, self.owner)
         return document
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from dsv4cli.engine.server.incoming import service_of
+from dsv4cli.engine.server.incoming import account_of, service_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field, json_response
 from dsv4cli.engine.server.response_input import listed
 from dsv4cli.engine.server.response_store import ResponseStore
@@ -19,7 +19,7 @@ async def stored_response(http: HttpRequest) -> Response:
     store, name = _store(http), http.path_params["id"]
     if http.query_params.get("stream", "").lower() == "true":
         raise bad_field("stream", "stored responses are not streamed: read it without stream")
-    document = store.document(name)
+    document = store.document(name, account_of(http))
     if http.method == "DELETE":
         store.cancel(name)
         store.remove(name)
@@ -30,17 +30,17 @@ async def stored_response(http: HttpRequest) -> Response:
 async def cancel_response(http: HttpRequest) -> Response:
     """POST /v1/responses/ID/cancel."""
     store, name = _store(http), http.path_params["id"]
-    if not store.document(name)["background"]:
+    if not store.document(name, account_of(http))["background"]:
         raise bad_field("response_id", "only a response with background: true can be cancelled; to end another one, "
                         "close its connection")  # fmt: skip
     await store.cancelled(name)
-    return json_response(store.document(name))
+    return json_response(store.document(name, account_of(http)))
 
 
 async def response_inputs(http: HttpRequest) -> Response:
     """GET /v1/responses/ID/input_items: the items of a response's own input, in pages, newest first by default."""
     store, query = _store(http), http.query_params
-    items = [listed(item) for item in store.inputs(http.path_params["id"])]
+    items = [listed(item) for item in store.inputs(http.path_params["id"], account_of(http))]
     if query.get("order", "desc") == "desc":
         items.reverse()
     names = [item["id"] for item in items]

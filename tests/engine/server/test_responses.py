@@ -5,6 +5,8 @@ import threading
 
 import pytest
 
+from dsv4cli.engine.server.accounts import Accounts
+from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.text.tokens import DSML, THINK_END
 from tests.support.program import calls_block
 from tests.support.response_events import checked_response, without_ids
@@ -432,3 +434,18 @@ def test_a_stream_that_the_server_breaks_off_fails():
     name, event = events[-1]
     error = {"code": "server_error", "message": "the server shut down before the answer was complete"}
     assert (name, event["response"]["status"], event["response"]["error"]) == ("response.failed", "failed", error)
+
+
+def test_another_key_does_not_see_a_response():
+    first, second = {"authorization": "Bearer first-key"}, {"authorization": "Bearer second-key"}
+    accounts = Accounts([ApiKey("first", b"first-key"), ApiKey("second", b"second-key")])
+    with scripted(lambda _: "Yes.", accounts=accounts) as server:
+        document = server.post("/v1/responses", asking("a"), **first)[1]
+        path = f"/v1/responses/{document['id']}"
+        assert [server.get(path, **key)[0] for key in (first, second)] == [200, 404]
+        assert server.send("DELETE", path, **second).status == 404
+        assert server.get(f"{path}/input_items", **second)[0] == 404
+        following = asking("b", previous_response_id=document["id"])
+        assert [server.post("/v1/responses", following, **key)[0] for key in (first, second)] == [200, 400]
+        reference = asking([{"type": "item_reference", "id": document["output"][0]["id"]}])
+        assert [server.post("/v1/responses", reference, **key)[0] for key in (first, second)] == [200, 400]

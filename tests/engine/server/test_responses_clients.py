@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from dsv4cli.engine.server.accounts import Accounts
+from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.text.tokens import THINK_END
 from tests.support.program import calls_block
 from tests.support.scripted_engine import scripted
@@ -46,7 +48,7 @@ def says(prompt):
 
 @pytest.fixture(scope="module")
 def server():
-    with scripted(says, keys=(KEY.encode(),)) as one:
+    with scripted(says, accounts=Accounts([ApiKey("own", KEY.encode())])) as one:
         yield one
     assert not [line for line in one.lines if " 400" in line or " 500" in line]
 
@@ -222,6 +224,19 @@ def codex(tmp_path):
 
     execute.folder = work
     return execute
+
+
+def runs_code(prompt):
+    """Calls the custom tool `exec`, which runs JavaScript."""
+    code = 'text(await tools.exec_command({cmd: "echo \\"new words\\" > notes.txt"}));'
+    return "It is done." if "<tool_result>" in prompt.rpartition("<｜User｜>")[2] else call("exec", input=code)
+
+
+def test_codex_calls_a_custom_tool(codex):
+    with scripted(runs_code) as server:
+        assert codex(server, "Write new words into notes.txt.", "--enable", "code_mode") == "It is done.\n"
+        assert (codex.folder / "notes.txt").read_text() == "new words\n"
+        assert cached_part(server) > 0.95
 
 
 def edits(prompt):
