@@ -3,6 +3,7 @@
 import typer
 
 from dsv4cli.commands.verify.options import (
+    AgainstOpt,
     ConcurrencyOpt,
     DryRunOpt,
     JunitOpt,
@@ -11,6 +12,7 @@ from dsv4cli.commands.verify.options import (
     OnlyOpt,
     OutOpt,
     QuickOpt,
+    RecordOpt,
     ReleaseOpt,
     ReportOpt,
     ServerModelOpt,
@@ -41,6 +43,8 @@ def verify(
     only: OnlyOpt = None,
     release: ReleaseOpt = None,
     tokenizer: TokenizerOpt = None,
+    record: RecordOpt = None,
+    against: AgainstOpt = None,
     concurrency: ConcurrencyOpt = 16,
     timeout: TimeoutOpt = 120.0,
     dry_run: DryRunOpt = False,
@@ -57,7 +61,7 @@ def verify(
     """
     options = VerifyOptions(
         url, model, api_key_file, quick, long, only, release, tokenizer,
-        concurrency, timeout, dry_run, out, report, junit,
+        record, against, concurrency, timeout, dry_run, out, report, junit,
     )  # fmt: skip
     if carry_out(Output(context.obj.colours, as_json, quiet), options) == "wrong":
         raise typer.Exit(3)

@@ -40,6 +40,21 @@ TokenizerOpt = Annotated[
         "machine are tried.",
     ),
 ]
+RecordOpt = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Write what this server answers as a reference for --against: log-probabilities of texts, and tool calls.",
+    ),
+]
+AgainstOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE.json",
+        help="Compare with the answers of another server, written with --record. nano names the built-in reference, "
+        "which is the default for a model of this name.",
+    ),
+]
 ConcurrencyOpt = Annotated[int, typer.Option(min=1, max=256, help="Maximum number of requests at a time.")]
 TimeoutOpt = Annotated[float, typer.Option(min=1, help="Seconds to wait for a response.")]
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print what the checks would cost, and exit.")]
@@ -67,6 +82,8 @@ class VerifyOptions:
     only: str | None
     release: Literal["v4", "0731"] | None
     tokenizer: str | None
+    record: Path | None
+    against: str | None
     concurrency: int
     timeout: float
     dry_run: bool

@@ -17,7 +17,7 @@ MOST_EVIDENCE = 4
 MOST_PROBLEMS = 3
 
 
-def print_report(output: Output, target: "CheckedServer", done: "VerifyRun", keyed: bool) -> None:
+def print_report(output: Output, server: "CheckedServer", done: "VerifyRun", keyed: bool) -> None:
     """Print the verdicts, and what is wrong."""
     from dsv4cli.engine.verification.report import json_report
 
@@ -26,20 +26,20 @@ def print_report(output: Output, target: "CheckedServer", done: "VerifyRun", key
     )
     for result in done.results:
         if result.problems:
-            _print_problems(output, target.url, result, keyed)
+            _print_problems(output, server.url, result, keyed)
         for name, value in result.figures.items():
             output.line(f"{result.check.name}: {name} {value}")
     skipped = [result for result in done.results if result.verdict == "skipped"]
     for reason in dict.fromkeys(result.check.skip for result in skipped):
         names = ", ".join(result.check.name for result in skipped if result.check.skip == reason)
         output.warning(f"skipped {names}: {reason}")
-    output.line(_sentence(target, done), strong=True)
+    output.line(_sentence(server, done), strong=True)
     facts = run_facts(done)
     output.status(
         f"{counted(facts['requests'], 'request')} in {duration_text(facts['seconds'])}; "
         f"{facts['tokens_in']:,} tokens in, {facts['tokens_out']:,} out"
     )
-    output.document(json_report(target, done.results, facts, keyed))
+    output.document(json_report(server, done.results, facts, keyed))
 
 
 def _print_problems(output: Output, url: str, result: "CheckResult", keyed: bool) -> None:
@@ -61,13 +61,13 @@ def _print_problems(output: Output, url: str, result: "CheckResult", keyed: bool
     output.line()
 
 
-def _sentence(target: "CheckedServer", done: "VerifyRun") -> str:
+def _sentence(server: "CheckedServer", done: "VerifyRun") -> str:
     wrong = [result.check.name for result in done.results if result.verdict == "wrong"]
     checked = sum(result.verdict != "skipped" for result in done.results)
     if wrong:
         failed = f"{len(wrong)} of {counted(checked, 'check')} failed: {', '.join(wrong)}"
-        return f"{target.model} on {target.url} is wrong: {failed}"
-    return f"{target.model} on {target.url} is right: {counted(checked, 'check')} passed"
+        return f"{server.model} on {server.url} is wrong: {failed}"
+    return f"{server.model} on {server.url} is right: {counted(checked, 'check')} passed"
 
 
 def run_facts(done: "VerifyRun") -> dict[str, Any]:
@@ -82,14 +82,14 @@ def run_facts(done: "VerifyRun") -> dict[str, Any]:
 
 
 def write_reports(
-    output: Output, target: "CheckedServer", done: "VerifyRun", markdown: Path | None, junit: Path | None, keyed: bool
+    output: Output, server: "CheckedServer", done: "VerifyRun", markdown: Path | None, junit: Path | None, keyed: bool
 ) -> None:
     """Write the files of --report and --junit. Raises Dsv4Error if one cannot be written."""
     from dsv4cli.engine.verification.report import junit_report, markdown_report
 
     texts = {
-        markdown: markdown_report(target, done.results, run_facts(done), keyed),
-        junit: junit_report(target, done.results, keyed),
+        markdown: markdown_report(server, done.results, run_facts(done), keyed),
+        junit: junit_report(server, done.results, keyed),
     }
     for path, text in texts.items():
         if path is not None:

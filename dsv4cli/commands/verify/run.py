@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Literal
 from dsv4cli.commands.chat.remote import read_key
 from dsv4cli.commands.verify.options import VerifyOptions
 from dsv4cli.commands.verify.report import print_report, write_reports
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.verification.check import Check
+    from dsv4cli.engine.verification.checked_server import CheckedServer
     from dsv4cli.engine.verification.plan import Scope
+    from dsv4cli.engine.verification.reference import ServerReference
     from dsv4cli.engine.verification.sender import Sender
     from dsv4cli.engine.verification.verify_run import VerifyRun
 
@@ -27,7 +29,7 @@ def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong
     from dsv4cli.engine.verification.sender import Sender
 
     key, scope = read_key(options.api_key_file), _scope(options)
-    for path in (options.report, options.junit):
+    for path in (options.report, options.junit, options.record):
         if path is not None:
             _check_folder(path)
     url = Sender(options.url, key, 1, 1).url
@@ -67,20 +69,44 @@ def _verified(
     from dsv4cli.engine.verification.verify_run import VerifyRun
 
     done = VerifyRun(sender)
-    target = discover(sender.url, sender.send, ServerHints(options.model, options.release, options.tokenizer))
-    size = "" if target.limit is None else f", a context of {target.limit:,} tokens"
-    output.status(f"{target.url}: {target.model}{size}; release {target.release}, {target.release_found}")
-    if target.tokenizer is None:
+    server = discover(sender.url, sender.send, ServerHints(options.model, options.release, options.tokenizer))
+    size = "" if server.limit is None else f", a context of {server.limit:,} tokens"
+    output.status(f"{server.url}: {server.model}{size}; release {server.release}, {server.release_found}")
+    if server.tokenizer is None:
         output.warning("no tokenizer on this machine fits the server's model: name it with --tokenizer")
-    checks = plan_checks(target, scope, lambda: done.calls)
+    reference = _reference(options, server.model)
+    checks = plan_checks(server, scope, lambda: done.calls, reference, recorded=options.record is not None)
     _announce(output, done, checks, options.dry_run)
     if options.dry_run:
         return "not checked"
     with output.counting("requests") as update:
         done.run(checks, lambda count, total: update(count, total, ""))
-    write_reports(output, target, done, options.report, options.junit, keyed)
-    print_report(output, target, done, keyed)
+    if options.record is not None:
+        _record(output, options.record, server, done)
+    write_reports(output, server, done, options.report, options.junit, keyed)
+    print_report(output, server, done, keyed)
     return "wrong" if done.wrong else "right"
+
+
+def _reference(options: VerifyOptions, model: str) -> "ServerReference | None":
+    """Return the reference to compare with: that of --against, or the built-in one for nano."""
+    from dsv4cli.engine.verification.reference import NANO, read_reference
+
+    name = options.against or (NANO if model == NANO and options.record is None else None)
+    return None if name is None else read_reference(name)
+
+
+def _record(output: Output, path: Path, server: "CheckedServer", done: "VerifyRun") -> None:
+    """Write the reference of --record. Raises Dsv4Error if the file cannot be written."""
+    from dsv4cli.engine.verification.reference import reference_of
+
+    found = reference_of(server, done.calls, done.replies)
+    try:
+        found.write(path)
+    except OSError as error:
+        raise Dsv4Error(f"{path} cannot be written: {error.strerror}", "choose another file") from None
+    texts = f"{counted(len(found.texts) + len(found.answers), 'text')} and {counted(len(found.calls), 'tool scenario')}"
+    output.status(f"wrote {path}: {texts}")
 
 
 def _announce(output: Output, done: "VerifyRun", checks: "list[Check]", dry_run: bool) -> None:

@@ -42,18 +42,19 @@ def discover(url: str, send: Send, given: ServerHints) -> CheckedServer:
     """
     name, limit = _model(url, send(ApiCall("target/models", MODELS, None, "GET")), given.model)
     tokenizer = None if given.tokenizer is None else open_tokenizer(given.tokenizer)
-    target = CheckedServer(url, name, limit, given.release or ASSUMED_RELEASE)
-    scored = _read(send(replace(target, logprobs=True).chat("target/logprobs", PROBE, most=4, logprobs=True)))
-    answer = scored or _first(url, send(target.chat("target/chat", PROBE, most=4)))
-    target = replace(_with_apis(target, send), logprobs=scored is not None and bool(scored.tokens))
+    server = CheckedServer(url, name, limit, given.release or ASSUMED_RELEASE)
+    scored = _read(send(replace(server, logprobs=True).chat("target/logprobs", PROBE, most=4, logprobs=True)))
+    answer = scored or _first(url, send(server.chat("target/chat", PROBE, most=4)))
+    server, raw = _with_apis(server, send)
+    server = replace(server, logprobs=scored is not None and bool(scored.tokens))
     if tokenizer is None:
-        where, tokenizer = _matching(target, answer, _raw_count(target, send))
+        where, tokenizer = _matching(server, answer, raw)
     else:
         where = given.tokenizer or ""
-    target = replace(target, tokenizer=tokenizer, vocabulary=where)
+    server = replace(server, tokenizer=tokenizer, vocabulary=where)
     if given.release is not None:
-        return replace(target, release_found="given")
-    return _with_release(target, send)
+        return replace(server, release_found="given")
+    return _with_release(server, send)
 
 
 def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int | None]:
@@ -91,18 +92,24 @@ def _first(url: str, reply: ServerReply) -> ChatAnswer:
         ) from None
 
 
-def _with_apis(target: CheckedServer, send: Send) -> CheckedServer:
-    """Return the target with the other APIs that the server has."""
-    scored = send(target.raw("target/echo", PROBE, 1, echo=True, logprobs=1))
-    raw = scored if scored.status == 200 else send(target.raw("target/completions", PROBE, 1))
-    return replace(
-        target,
+def _with_apis(server: CheckedServer, send: Send) -> tuple[CheckedServer, int | None]:
+    """Return the server with its other APIs, and the number of tokens of the probe's text if it says so."""
+    scored = send(server.raw("target/echo", PROBE, 1, echo=True, logprobs=1))
+    raw = scored if scored.status == 200 else send(server.raw("target/completions", PROBE, 1))
+    body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
+    counted = send(ApiCall("target/tokenize", TOKENIZE, body))
+    usage = (raw.document or {}).get("usage") if raw.status == 200 else None
+    count = (counted.document or {}).get("count") if counted.status == 200 else None
+    found = replace(
+        server,
         echo=scored.status == 200 and _scores(scored),
         completions=raw.status == 200,
-        tokenize=_counted(send(_tokenize(target))) is not None,
+        tokenize=type(count) is int,
         messages=send(ApiCall("target/messages", MESSAGES, {})).status not in ABSENT,
         responses=send(ApiCall("target/responses", RESPONSES, {})).status not in ABSENT,
     )
+    count = usage.get("prompt_tokens") if count is None and isinstance(usage, dict) else count
+    return found, count if type(count) is int else None
 
 
 def _scores(reply: ServerReply) -> bool:
@@ -113,59 +120,39 @@ def _scores(reply: ServerReply) -> bool:
     return isinstance(listed, list) and len(listed) > 8 and all(type(one) is float for one in listed[1:9])
 
 
-def _tokenize(target: CheckedServer) -> ApiCall:
-    return ApiCall("target/tokenize", TOKENIZE, {"model": target.model, "prompt": PROBE, "add_special_tokens": False})
-
-
-def _counted(reply: ServerReply) -> int | None:
-    count = (reply.document or {}).get("count") if reply.status == 200 else None
-    return count if type(count) is int else None
-
-
-def _raw_count(target: CheckedServer, send: Send) -> int | None:
-    """Return the number of tokens of the probe's text; None if the server cannot tell."""
-    if target.tokenize:
-        return _counted(send(_tokenize(target)))
-    if not target.completions:
-        return None
-    usage = (send(target.raw("target/completions", PROBE, 1)).document or {}).get("usage")
-    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-    return count if type(count) is int else None
-
-
-def _matching(target: CheckedServer, answer: ChatAnswer, raw: int | None) -> tuple[str, Tokenizer | None]:
+def _matching(server: CheckedServer, answer: ChatAnswer, raw: int | None) -> tuple[str, Tokenizer | None]:
     """Return the name and the tokenizer of the vocabulary that counts as the server does; None if there is none."""
-    known = list(known_tokenizers(target.model))
+    known = list(known_tokenizers(server.model))
     for name, tokenizer in known:
         if raw is not None and len(tokenizer.encode(PROBE)) in (raw, raw - 1):  # - 1: a BOS token was added
             return name, tokenizer
     count = answer.count("prompt_tokens")
     for name, tokenizer in known:
-        whole = len(tokenizer.encode(target.prompt([{"role": "user", "content": PROBE}], (), "off")))
+        whole = len(tokenizer.encode(server.prompt([{"role": "user", "content": PROBE}], (), "off")))
         if count is not None and abs(whole - count) <= TEMPLATE_TOKENS:
             return name, tokenizer
     return "", None
 
 
-def _with_release(target: CheckedServer, send: Send) -> CheckedServer:
-    """Return the target with the release whose effort instructions have the length of the server's."""
-    fits = list(_fitting(target, send)) if target.tokenizer is not None else []
+def _with_release(server: CheckedServer, send: Send) -> CheckedServer:
+    """Return the server with the release whose effort instructions have the length of the server's."""
+    fits = list(_fitting(server, send)) if server.tokenizer is not None else []
     if len(fits) == 1:
-        return replace(target, release=fits[0], release_found="found by the length of its prompts")
-    by_name: Release = "0731" if "0731" in target.model else ASSUMED_RELEASE
+        return replace(server, release=fits[0], release_found="found by the length of its prompts")
+    by_name: Release = "0731" if "0731" in server.model else ASSUMED_RELEASE
     found = "taken from the model's name" if by_name != ASSUMED_RELEASE else "assumed"
-    return replace(target, release=by_name, release_found=found)
+    return replace(server, release=by_name, release_found=found)
 
 
-def _fitting(target: CheckedServer, send: Send) -> Iterator[Release]:
-    base = _read(send(target.chat("target/off", PROBE, most=1)))
-    reply = _read(send(target.chat("target/effort", PROBE, level="max", most=1)))
+def _fitting(server: CheckedServer, send: Send) -> Iterator[Release]:
+    base = _read(send(server.chat("target/off", PROBE, most=1)))
+    reply = _read(send(server.chat("target/effort", PROBE, level="max", most=1)))
     if reply is None or base is None:
         return
     question = [{"role": "user", "content": PROBE}]
     more = (reply.count("prompt_tokens") or 0) - (base.count("prompt_tokens") or 0)
     for release in RELEASES:
-        one = replace(target, release=release)
+        one = replace(server, release=release)
         assert "max" in EFFORTS[release]
         if one.estimate(question, (), "max") - one.estimate(question, (), "off") == more:
             yield release

@@ -19,33 +19,33 @@ REASON = (
 MEANING = "The model reads another prompt than the one it was trained on; expect worse answers and failing tool calls."
 NO_TOKENIZER = "the model's tokenizer is not on this machine; name it with --tokenizer"
 # conversations of each kind with --quick
-QUICK = {"plain": 1, "system": 1, "multi-turn": 2, "unicode": 1, "special-tokens": 2, "thinking": 2, "tools": 2}
-QUICK |= {"efforts": 1, "tool-results": 2}
+QUICK = {"plain": 1, "system": 1, "multi-turn": 1, "unicode": 1, "special-tokens": 1, "thinking": 1, "efforts": 1}
+QUICK |= {"tools": 1, "tool-results": 2}
 
 
-def encoding_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
+def encoding_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks, one per kind of conversation."""
     return [
-        _check(target, kind, listed[: QUICK[kind]] if quick else listed) for kind, listed in conversations().items()
+        _check(server, kind, listed[: QUICK[kind]] if quick else listed) for kind, listed in conversations().items()
     ]
 
 
-def _check(target: CheckedServer, kind: str, listed: Sequence[SampleConversation]) -> Check:
+def _check(server: CheckedServer, kind: str, listed: Sequence[SampleConversation]) -> Check:
     name = f"encoding.{kind}"
     calls = [
-        target.chat(f"{name}/{number}", one.messages, level=one.level, tools=one.tools, most=1)
+        server.chat(f"{name}/{number}", one.messages, level=one.level, tools=one.tools, most=1)
         for number, one in enumerate(listed)
     ]
-    skip = NO_TOKENIZER if target.tokenizer is None else ""
+    skip = NO_TOKENIZER if server.tokenizer is None else ""
 
     def judge(replies: Replies) -> Iterator[Problem]:
-        yield from _judge(target, list(zip(listed, calls, strict=True)), replies)
+        yield from _judge(server, list(zip(listed, calls, strict=True)), replies)
 
     return Check(name, REASON, MEANING, [] if skip else [fixed(calls)], judge, skip)
 
 
 def _judge(
-    target: CheckedServer, sent: Sequence[tuple[SampleConversation, ApiCall]], replies: Replies
+    server: CheckedServer, sent: Sequence[tuple[SampleConversation, ApiCall]], replies: Replies
 ) -> Iterator[Problem]:
     counted: list[tuple[SampleConversation, ApiCall, int]] = []
     for one, call in sent:
@@ -59,13 +59,13 @@ def _judge(
             continue
         counted.append((one, call, count))
     # a text that is parsed as a token is right for the official script, and wrong for nobody: see _PARSED
-    wrong = [(one, call, count) for one, call, count in counted if count != count_prompt(target, one)]
+    wrong = [(one, call, count) for one, call, count in counted if count != count_prompt(server, one)]
     if not wrong:
         return
-    explained = explain(target, [(one, count) for one, _, count in wrong])
-    what = f"{len(wrong)} of {len(counted)} prompts differ from the official encoder's (release {target.release})"
+    explained = explain(server, [(one, count) for one, _, count in wrong])
+    what = f"{len(wrong)} of {len(counted)} prompts differ from the official encoder's (release {server.release})"
     evidence = [
-        f"{call.key}: the server counts {count:,} tokens, the official encoder {count_prompt(target, one):,}"
+        f"{call.key}: the server counts {count:,} tokens, the official encoder {count_prompt(server, one):,}"
         for one, call, count in wrong
     ]
     smallest = min((call for _, call, _ in wrong), key=lambda call: len(call.content or b""))
@@ -78,19 +78,19 @@ def _judge(
     yield Problem(f"{what}{f': {explained}' if explained else ''}", evidence, smallest)
 
 
-def count_prompt(target: CheckedServer, one: SampleConversation) -> int:
+def count_prompt(server: CheckedServer, one: SampleConversation) -> int:
     """Return the number of tokens of the official encoder's prompt. Text in messages never becomes a special token."""
-    return _count(target, one)
+    return _count(server, one)
 
 
 Variant = Callable[[CheckedServer, SampleConversation], int]
 PARSED = "texts of special tokens are read as tokens"
 
 
-def _count(target: CheckedServer, one: SampleConversation, *, drop_thinking: bool = True, parsed: bool = False) -> int:
-    assert target.tokenizer is not None
-    parts = prompt_parts(one.messages, one.tools, one.level, target.release, drop_thinking=drop_thinking)
-    return len(target.tokenizer.encode_parts(["".join(parts)] if parsed else parts)[0])
+def _count(server: CheckedServer, one: SampleConversation, *, drop_thinking: bool = True, parsed: bool = False) -> int:
+    assert server.tokenizer is not None
+    parts = prompt_parts(one.messages, one.tools, one.level, server.release, drop_thinking=drop_thinking)
+    return len(server.tokenizer.encode_parts(["".join(parts)] if parsed else parts)[0])
 
 
 def _without_system(one: SampleConversation) -> SampleConversation:
@@ -114,31 +114,31 @@ def _level(one: SampleConversation, level: str) -> SampleConversation:
 # what servers do with prompts, and the number of tokens that follows
 VARIANTS: Mapping[str, Variant] = (
     {
-        PARSED: lambda target, one: _count(target, one, parsed=True),
-        f"the prompt lacks the token {tokens.BOS} at its start": lambda target, one: _count(target, one) - 1,
-        f"the prompt has the token {tokens.BOS} twice at its start": lambda target, one: _count(target, one) + 1,
-        "the tools are missing": lambda target, one: _count(target, replace(one, tools=())),
-        "the system message is missing": lambda target, one: _count(target, _without_system(one)),
-        "only the last turn of the conversation is read": lambda target, one: _count(target, _last_turn(one)),
-        "reasoning of earlier turns is kept, where it must be left out": lambda target, one: _count(
-            target, one, drop_thinking=False
+        PARSED: lambda server, one: _count(server, one, parsed=True),
+        f"the prompt lacks the token {tokens.BOS} at its start": lambda server, one: _count(server, one) - 1,
+        f"the prompt has the token {tokens.BOS} twice at its start": lambda server, one: _count(server, one) + 1,
+        "the tools are missing": lambda server, one: _count(server, replace(one, tools=())),
+        "the system message is missing": lambda server, one: _count(server, _without_system(one)),
+        "only the last turn of the conversation is read": lambda server, one: _count(server, _last_turn(one)),
+        "reasoning of earlier turns is kept, where it must be left out": lambda server, one: _count(
+            server, one, drop_thinking=False
         ),
-        "reasoning of earlier turns is left out, where it must be kept": lambda target, one: _count(
-            target, _without_reasoning(one)
+        "reasoning of earlier turns is left out, where it must be kept": lambda server, one: _count(
+            server, _without_reasoning(one)
         ),
     }
     | {
         f"the effort in the prompt is {level}, whatever the request says": (
-            lambda target, one, level=level: (
-                _count(target, _level(one, level)) if level in ("off", *EFFORTS[target.release]) else -1
+            lambda server, one, level=level: (
+                _count(server, _level(one, level)) if level in ("off", *EFFORTS[server.release]) else -1
             )
         )
         for level in ("off", "high", "max")
     }
     | {
         f"the prompts are those of release {release}": (
-            lambda target, one, release=release: (
-                _count(replace(target, release=release), one) if one.level in ("off", *EFFORTS[release]) else -1
+            lambda server, one, release=release: (
+                _count(replace(server, release=release), one) if one.level in ("off", *EFFORTS[release]) else -1
             )
         )
         for release in RELEASES
@@ -146,12 +146,12 @@ VARIANTS: Mapping[str, Variant] = (
 )
 
 
-def explain(target: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]]) -> str:
+def explain(server: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]]) -> str:
     """Return the one thing that explains all counts, or the difference if it is the same in all; "" otherwise."""
     for name, variant in VARIANTS.items():
-        if all(variant(target, one) == count for one, count in wrong):
+        if all(variant(server, one) == count for one, count in wrong):
             return name
-    differences = {count - count_prompt(target, one) for one, count in wrong}
+    differences = {count - count_prompt(server, one) for one, count in wrong}
     if len(differences) == 1:
         return f"each has {differences.pop():+,} tokens"
     return ""

@@ -44,11 +44,11 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 LENIENT = frozenset({"negative", "top-p", "logprobs", "role", "tool-choice", "no-messages", "max-tokens"})
 
 
-def limit_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
+def limit_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of invalid requests."""
     few = 2 if quick else None
-    base = {"model": target.model, "messages": _HI, "max_tokens": 4, "temperature": 0}
-    malformed = [_call(f"limits.malformed/{name}", body) for name, body in [*MALFORMED.items()][:few]]
+    base = {"model": server.model, "messages": _HI, "max_tokens": 4, "temperature": 0}
+    malformed = [_call(f"limits.malformed/{name}", body) for name, body in [*MALFORMED.items()][: 1 if quick else None]]
     fields = [_call(f"limits.fields/{name}", {**base, **body}) for name, body in [*FIELDS.items()][:few]]
     unknown = [
         ApiCall("limits.unknown/model", "/v1/models/no-such-model", None, "GET", seconds=PATIENCE),
@@ -58,9 +58,9 @@ def limit_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     found = [
         _refused("malformed", malformed),
         _refused("fields", fields, lenient=frozenset(f"limits.fields/{name}" for name in LENIENT)),
-        _too_long(target, base),
+        _too_long(server, base),
         _refused("unknown", unknown, lenient=frozenset({"limits.unknown/chat"})),
-        _alive(target),
+        _alive(server),
     ]
     return [check for check in found if not quick or check.name in QUICK]
 
@@ -96,9 +96,9 @@ def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> 
         yield Problem(f"the refusal of an invalid request ({name}) has no body", [f"status {reply.status}"], call)
 
 
-def _too_long(target: CheckedServer, base: Mapping[str, Any]) -> Check:
+def _too_long(server: CheckedServer, base: Mapping[str, Any]) -> Check:
     # "a " is at most two tokens in every vocabulary, and at least one
-    text = "a " * ((target.limit or LONGEST_LIMIT) + 64)
+    text = "a " * ((server.limit or LONGEST_LIMIT) + 64)
     call = ApiCall("limits.too-long/prompt", CHAT, {**base, "messages": [{"role": "user", "content": text}]})
 
     def judge(replies: Replies) -> Iterator[Problem]:
@@ -113,8 +113,8 @@ def _too_long(target: CheckedServer, base: Mapping[str, Any]) -> Check:
     )
 
 
-def _alive(target: CheckedServer) -> Check:
-    call = target.chat("limits.alive/chat", "What is 17 + 25?", most=16)
+def _alive(server: CheckedServer) -> Check:
+    call = server.chat("limits.alive/chat", "What is 17 + 25?", most=16)
 
     def judge(replies: Replies) -> Iterator[Problem]:
         yield from unreadable([call], replies)

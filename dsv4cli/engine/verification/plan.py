@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from dsv4cli.engine.verification.calls import ApiCall
 from dsv4cli.engine.verification.check import FAMILIES, Check
 from dsv4cli.engine.verification.checked_server import CheckedServer
+from dsv4cli.engine.verification.company import company_checks
 from dsv4cli.engine.verification.encoding import encoding_checks
 from dsv4cli.engine.verification.limits import limit_checks
+from dsv4cli.engine.verification.numbers import number_check
+from dsv4cli.engine.verification.reference import ServerReference
 from dsv4cli.engine.verification.replies import leak_checks, reply_checks
 from dsv4cli.engine.verification.reply_streams import stream_checks
+from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.errors import UsageError
 
 # tokens of a request whose prompt depends on earlier answers, for the announced cost
@@ -47,17 +51,29 @@ def check_scope(scope: Scope) -> None:
         raise UsageError(f"there are no checks named {unknown[0]!r}", f"use {', '.join(FAMILIES)}")
 
 
-def plan_checks(target: CheckedServer, scope: Scope, sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
+def plan_checks(
+    server: CheckedServer,
+    scope: Scope,
+    sent: Callable[[], Sequence[ApiCall]],
+    reference: ServerReference | None = None,
+    *,
+    recorded: bool = False,
+) -> list[Check]:
     """Return the checks in the order in which they run.
 
     Args:
         sent: returns the calls of the run so far.
+        reference: the answers of a trusted server to compare with.
+        recorded: whether the answers become a reference themselves, which needs numbers even without one.
     """
     checks = [
-        *encoding_checks(target, quick=scope.quick),
-        *reply_checks(target, quick=scope.quick),
-        *stream_checks(target, quick=scope.quick),
-        *limit_checks(target, quick=scope.quick),
+        *encoding_checks(server, quick=scope.quick),
+        *reply_checks(server, quick=scope.quick),
+        *stream_checks(server, quick=scope.quick),
+        *tool_checks(server, quick=scope.quick, baseline=reference.calls if reference else None),
+        *company_checks(server, quick=scope.quick),
+        *([number_check(server, reference, quick=scope.quick)] if reference is not None or recorded else []),
+        *limit_checks(server, quick=scope.quick),
         *leak_checks(sent),
     ]
     return [check for check in checks if not scope.only or check.family in scope.only]

@@ -33,10 +33,10 @@ STREAMS = (
 CHARACTERS = ("法国的首都是哪里？请用中文回答。", "17加25等于多少？", "Repeat exactly: 你好，世界 🌍 é")
 
 
-def stream_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
+def stream_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of streams, each with the same request as a whole response and as a stream."""
-    streams = _pairs(target, "stream", STREAMS[:2] if quick else STREAMS)
-    characters = _pairs(target, "utf8", [_Question(text) for text in (CHARACTERS[:1] if quick else CHARACTERS)])
+    streams = _pairs(server, "stream", STREAMS[:2] if quick else STREAMS)
+    characters = _pairs(server, "utf8", [_Question(text) for text in (CHARACTERS[:1] if quick else CHARACTERS)])
     return [
         Check(
             "replies.stream",
@@ -62,11 +62,11 @@ def stream_checks(target: CheckedServer, *, quick: bool) -> list[Check]:
     ]
 
 
-def _pairs(target: CheckedServer, name: str, questions: Sequence[_Question]) -> list[tuple[ApiCall, ApiCall]]:
+def _pairs(server: CheckedServer, name: str, questions: Sequence[_Question]) -> list[tuple[ApiCall, ApiCall]]:
     found = []
     for number, one in enumerate(questions):
         whole, streamed = (
-            target.chat(
+            server.chat(
                 f"replies.{name}/{number}-{kind}",
                 one.text,
                 level=one.level,

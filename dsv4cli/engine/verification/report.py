@@ -35,12 +35,12 @@ def curl_of(url: str, call: ApiCall, keyed: bool) -> str:
 
 
 def json_report(
-    target: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
+    server: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
 ) -> dict[str, Any]:
     """Return the JSON document."""
     verdict = "wrong" if any(result.verdict == "wrong" for result in results) else "right"
-    checks = [_record(target.url, result, keyed) for result in results]
-    return {"schema": SCHEMA, "server": dict(target.record()), "verdict": verdict, **facts, "checks": checks}
+    checks = [_record(server.url, result, keyed) for result in results]
+    return {"schema": SCHEMA, "server": dict(server.record()), "verdict": verdict, **facts, "checks": checks}
 
 
 def _record(url: str, result: CheckResult, keyed: bool) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def _record(url: str, result: CheckResult, keyed: bool) -> dict[str, Any]:
     }
 
 
-def junit_report(target: CheckedServer, results: Sequence[CheckResult], keyed: bool) -> str:
+def junit_report(server: CheckedServer, results: Sequence[CheckResult], keyed: bool) -> str:
     """Return JUnit XML: a test suite per family, a test case per check."""
     root = ElementTree.Element("testsuites", name="dsv4 verify")
     for family in FAMILIES:
@@ -81,12 +81,12 @@ def junit_report(target: CheckedServer, results: Sequence[CheckResult], keyed: b
             case = ElementTree.SubElement(suite, "testcase", name=result.check.name, classname=f"dsv4.verify.{family}")
             if result.verdict == "wrong":
                 first = next(problem for problem in result.problems if problem.wrong)
-                text = "\n".join(_plain(target.url, result, keyed))
+                text = "\n".join(_plain(server.url, result, keyed))
                 ElementTree.SubElement(case, "failure", message=harmless_line(first.what)).text = text
             elif result.verdict == "skipped":
                 ElementTree.SubElement(case, "skipped", message=harmless_line(result.check.skip))
             elif result.problems:
-                ElementTree.SubElement(case, "system-out").text = "\n".join(_plain(target.url, result, keyed))
+                ElementTree.SubElement(case, "system-out").text = "\n".join(_plain(server.url, result, keyed))
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
 
@@ -101,21 +101,21 @@ def _plain(url: str, result: CheckResult, keyed: bool) -> Iterator[str]:
 
 
 def markdown_report(
-    target: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
+    server: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
 ) -> str:
     """Return the report as Markdown. Its second line is a badge."""
     wrong = [result for result in results if result.verdict == "wrong"]
     checked = [result for result in results if result.verdict != "skipped"]
     state = f"{len(checked) - len(wrong)}/{len(checked)}"
     color = "red" if wrong else "brightgreen"
-    lines = [f"# {_cell(target.model)} on {_cell(target.url)}", ""]
+    lines = [f"# {_cell(server.model)} on {_cell(server.url)}", ""]
     badge = f"https://img.shields.io/badge/dsv4_verify-{state.replace('/', '%2F')}-{color}"
     lines += [f"![dsv4 verify: {state} checks right]({badge})", ""]
-    lines += [f"- {name}: {_cell(str(value))}" for name, value in {**target.record(), **facts}.items()]
+    lines += [f"- {name}: {_cell(str(value))}" for name, value in {**server.record(), **facts}.items()]
     lines += ["", "The table lists the verdict of each check.", "", "| check | verdict | requests |", "|---|---|---:|"]
     lines += [f"| {result.check.name} | {result.verdict} | {result.requests} |" for result in results]
     for result in results:
-        lines += _section(target.url, result, keyed)
+        lines += _section(server.url, result, keyed)
     return "\n".join(lines) + "\n"
 
 

@@ -28,10 +28,10 @@ def chunk(drafts=(), constraint=None, bias=()) -> Chunk:
     return Chunk(request, 0, 1 + len(drafts), 0, list(drafts))
 
 
-def masked(*allowed) -> Script:
-    """A constraint of one mask a row, None for none."""
+def masked(*allowed, width=136) -> Script:
+    """A constraint of one mask a row, None for none. width: how many tokens a mask covers."""
     rule = Script(banned={0: [2, 130]})
-    rule.masks = lambda drafts: [None if own is None else mask_of(own, 136) for own in allowed]
+    rule.masks = lambda drafts: [None if own is None else mask_of(own, width) for own in allowed]
     return rule
 
 
@@ -58,6 +58,13 @@ def test_each_row_has_what_its_request_asks_for(device):
     expected[7, [2, 130]] = BANNED
     assert torch.equal(masked_logits(ready, logits, TokenCounts(logits.device)), expected)
     assert torch.equal(logits, given)
+
+
+def test_masks_of_a_step_may_have_different_lengths():
+    """A grammar's covers whole words of its vocabulary, one that bans tokens covers the model's."""
+    given = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+    found = drawable([chunk([], masked([5], width=160)), chunk([], masked([6]))], given, TokenCounts(given.device))
+    assert (found > BANNED).nonzero().tolist() == [[0, 5], [1, 6]]
 
 
 def test_nothing_is_made_where_nothing_is_asked():

@@ -70,7 +70,9 @@ def _biased(logits: torch.Tensor, biased: Sequence[tuple[int, Sampling]]) -> tor
 
 def _mask(logits: torch.Tensor, masks: Mapping[int, bytes]) -> None:
     """Apply masks, by row, in the format of `Constraint.masks`."""
-    packed = torch.frombuffer(bytearray(b"".join(masks.values())), dtype=torch.uint8).view(len(masks), -1)
+    width = -(-logits.shape[1] // 8)  # a mask may be longer, each by another length
+    joined = bytearray(b"".join(mask[:width] for mask in masks.values()))
+    packed = torch.frombuffer(joined, dtype=torch.uint8).view(len(masks), -1)
     rows = upload(torch.tensor([*masks], device="cpu"), logits.device)
     bits = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = (upload(packed, logits.device)[:, :, None] >> bits & 1).flatten(1)  # [M, 8 * bytes]
