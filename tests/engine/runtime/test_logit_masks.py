@@ -63,7 +63,7 @@ def test_each_row_has_what_its_request_asks_for(device):
 def test_masks_of_a_step_may_have_different_lengths():
     """A grammar's covers whole words of its vocabulary, one that bans tokens covers the model's."""
     given = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
-    found = drawable([chunk([], masked([5], width=160)), chunk([], masked([6]))], given, TokenCounts(given.device))
+    found = masked_logits([chunk([], masked([5], width=160)), chunk([], masked([6]))], given, TokenCounts(given.device))
     assert (found > BANNED).nonzero().tolist() == [[0, 5], [1, 6]]
 
 
