@@ -153,7 +153,12 @@ def test_litellm(server, monkeypatch):
     events = list(litellm.responses(input=SUM, stream=True, **options))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ANSWER
     first = litellm.responses(input=WEATHER, tools=[FUNCTION], **options)
-    assert json.loads(first.output[-1].arguments) == {"city": "Paris"}
+    made = first.output[-1]
+    assert json.loads(made.arguments) == {"city": "Paris"}
+    result = {"type": "function_call_output", "call_id": made.call_id, "output": "21"}
+    items = [{"role": "user", "content": WEATHER}, made.model_dump(exclude_none=True), result]
+    assert litellm.responses(input=items, tools=[FUNCTION], **options).output[-1].content[0].text == REPORT
+    assert cached_part(server) > 0.9
 
 
 AI_SDK = """
