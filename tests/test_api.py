@@ -14,7 +14,7 @@ from dsv4cli import Model
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.errors import ModelNotFound, NotEnoughMemory, UnsupportedHardware, UsageError
 from tests.support.golden_data import remember_weights
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_rows
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "reference" / "python.md"
 HI = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -69,7 +69,7 @@ def test_thinking_and_tools(nano):
     assert "5" in nano.chat(messages, tools=[{"type": "function", "function": WEATHER}], temperature=0)["content"]
 
 
-@pytest.mark.parametrize(("draft", "drafter", "most"), [("off", "none", 0), (2, "mtp", 2), ("2", "mtp", 2)])
+@pytest.mark.parametrize(("draft", "drafter", "most"), [("off", "none", 0), (2, "mtp", 2), *slow_rows(("2", "mtp", 2))])
 def test_drafts(draft, drafter, most):
     with Model("random:tiny,layers=1", device="cpu", draft=draft) as model:
         conversation = model._open()
@@ -78,7 +78,7 @@ def test_drafts(draft, drafter, most):
         assert (0 if report is None else len(report.per_position)) == most
 
 
-@pytest.mark.parametrize("draft", ["off", 2])
+@pytest.mark.parametrize("draft", [*slow("off"), 2])
 def test_a_caller_with_another_default_device(draft):
     # a tensor of the meta device has no values: whatever is created there by mistake cannot be read
     with torch.device("meta"), Model("random:tiny,layers=1", device="cpu", draft=draft) as model:
@@ -86,7 +86,7 @@ def test_a_caller_with_another_default_device(draft):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", *slow("float32")])
 def test_exact(dtype, exact):
     with Model("random:tiny,layers=1", device="cpu", dtype=dtype, exact=exact) as model:
         assert model._open().model.numerics.exact == exact
@@ -225,12 +225,6 @@ def test_a_score(nano):
         (lambda model: model.chat(HI, temperature=-1), UsageError),
         (lambda model: model.chat("a b " * 9000), UsageError),
         (lambda model: model.score([]), UsageError),
-        (lambda model: Model("no/such/folder/at/all"), ModelNotFound),
-        (lambda model: Model(device="cuda:99"), UnsupportedHardware),
-        (lambda model: Model(device="tpu"), UsageError),
-        (lambda model: Model(dtype="int8"), UsageError),
-        (lambda model: Model(backend="cuda"), UsageError),
-        (lambda model: Model(gpu_memory=-1), UsageError),
     ],
 )
 def test_refusals(nano, call, error):
@@ -238,6 +232,23 @@ def test_refusals(nano, call, error):
         call(nano)
     assert caught.value.remedy
     assert nano.chat(HI, temperature=0, max_tokens=1)["content"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: Model("no/such/folder/at/all"), ModelNotFound),
+        (lambda: Model(device="cuda:99"), UnsupportedHardware),
+        (lambda: Model(device="tpu"), UsageError),
+        (lambda: Model(dtype="int8"), UsageError),
+        (lambda: Model(backend="cuda"), UsageError),
+        (lambda: Model(gpu_memory=-1), UsageError),
+    ],
+)
+def test_models_that_cannot_be(call, error):
+    with pytest.raises(error) as caught:
+        call()
+    assert caught.value.remedy
 
 
 def test_a_closed_model():

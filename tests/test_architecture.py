@@ -1,6 +1,7 @@
 """The rules of the house (CONTRIBUTING.md) as tests: who imports whom, how long things are, what start-up loads."""
 
 import ast
+import gc
 import graphlib
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.house import imports_in
+from tools.house import imports_in, parsed
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dsv4cli"
@@ -64,18 +65,17 @@ MAX_KERNEL_FILE, MAX_KERNEL = 400, 120
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _forgotten() -> Iterator[None]:
-    """A million nodes, which the garbage collector would go through until the end of the run."""
+def _frozen() -> Iterator[None]:
+    """Spare the garbage collector a million nodes, which other tests of the house read too."""
     yield
-    for known in (trees, nodes, imports):
-        known.cache_clear()
+    gc.freeze()
 
 
 @cache
 def trees() -> dict[str, ast.Module]:
     """Every file of the package, parsed, by its path from the repository's root."""
     files = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    return {path.relative_to(ROOT).as_posix(): parsed(path) for path in files}
 
 
 @cache
@@ -98,14 +98,20 @@ def imports(file: str) -> list[tuple[int, str]]:
     return list(imports_in(nodes(file)))
 
 
+@cache
+def source(node: ast.AST) -> str:
+    """The node as Python would write it."""
+    return ast.unparse(node)
+
+
 def found(pattern: str, *kinds: type[ast.AST], outside: str = "") -> list[str]:
     """Places whose source, as Python would write it, matches the pattern, in every file but one."""
     return [
-        f"{file}:{node.lineno} {ast.unparse(node)}"
+        f"{file}:{node.lineno} {source(node)}"
         for file in trees()
         if file != outside
         for node in nodes(file)
-        if isinstance(node, kinds) and re.match(pattern, ast.unparse(node))
+        if isinstance(node, kinds) and re.match(pattern, source(node))
     ]
 
 

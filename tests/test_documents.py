@@ -18,6 +18,7 @@ LONG = (
     "--think high",
     "--messages weather.json",
     "| dsv4 chat",
+    "dsv4 eval",
     "random:flash --fit",
     "trace bisect random:tiny",
     "trace compare A B",

@@ -6,12 +6,19 @@ length of the longest chain of imports below it.
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "dsv4cli"
 RUNTIME = PACKAGE / "engine/runtime"
 FACE = "__init__"  # the unit of names that the package itself exports
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file. Files must not change while the process runs."""
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def unit_of(module: str) -> str:
@@ -37,7 +44,7 @@ def floors() -> dict[str, int]:
     graph: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-        names = imports_in(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names = imports_in(ast.walk(parsed(path)))
         graph.setdefault(unit_of(module), set()).update(
             unit_of(name) for _, name in names if name.startswith("dsv4cli.")
         )

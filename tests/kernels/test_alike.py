@@ -23,6 +23,7 @@ from dsv4cli.kernels.routing import ref as routing
 from dsv4cli.kernels.rows import ROWS_ALIKE
 from dsv4cli.kernels.step_metadata.ref import rotation
 from dsv4cli.kernels.stored_matrix import StoredMatrix
+from tests.support.slow import slow, slow_except
 
 # one more than a product's rows, all lengths of a step that verifies drafts, the most
 COUNTS = (2, 3, 4, 5, 6, 7, 8, 9, 17, 31, ROWS_ALIKE)
@@ -167,7 +168,11 @@ def results(function: Callable[..., torch.Tensor | Rows], rows: Rows) -> list[to
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "threads"),
+    [*((family, 1) for family in FAMILIES), *slow_except([("gemms", 2)], [(family, 2) for family in FAMILIES])],
+    indirect=["threads"],
+)
 def test_a_row_gets_the_bits_that_it_gets_alone(family, threads):
     for name, (function, rows) in FAMILIES[family]().items():
         torch.set_num_threads(1)  # one row has no work for two, and two that wait for each other cost seconds
@@ -181,7 +186,7 @@ def test_a_row_gets_the_bits_that_it_gets_alone(family, threads):
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("count", [2, 3, 5, 9, ROWS_ALIKE])
+@pytest.mark.parametrize("count", [*slow(2), 3, *slow(5, 9), ROWS_ALIKE])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38, 0.0])
 def test_a_product_does_not_see_the_other_rows(count, value):
     x, weight = normal(count, WIDTH), normal(48, WIDTH)

@@ -8,7 +8,7 @@ import torch
 import dsv4cli.kernels.block_scale
 from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round, fp8_codes, fp8_round, hadamard, ref
 from dsv4cli.kernels.block_scale.ref import block_scale
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_rows
 
 # magnitudes by code, as the formats define them: 4 exponent and 3 mantissa bits (bias 7), 2 and 1 (bias 1)
 E4M3 = [(m / 8 * 2**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7)) for e in range(16) for m in range(8)][:127]
@@ -37,8 +37,8 @@ def slow_round(row: list[float], block: int, magnitudes: list[float], floor: flo
     ("shape", "dtype"),
     [
         *((shape, torch.bfloat16) for shape in SHAPES),
-        *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in SHAPES[:-2]),
-        *((shape, torch.float32) for shape in SHAPES[-2:]),
+        *slow_rows(*((shape, torch.float32) for shape in SHAPES[:-1])),
+        (SHAPES[-1], torch.float32),
     ],
     ids=str,
 )

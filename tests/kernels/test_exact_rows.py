@@ -73,9 +73,10 @@ def head(large: bool) -> Case:
     return lambda x: gemm.linear_fp32(x, weight), (normal(ROWS_EXACT, width),)
 
 
-def connection(large: bool, rows: int = 24, iterations: int = 20) -> Connection:
+def connection(large: bool, rows: int = 24) -> Connection:
     width = 4 * (4096 if large else 64)
     fn, base = normal(rows, width, dtype=torch.float32) / width**0.5, normal(rows, dtype=torch.float32)
+    iterations = 0 if rows == 4 else 20 if large else 2  # interpreted, each takes long
     return Connection(fn, normal(1 if rows == 4 else 3, dtype=torch.float32), base, iterations, 1e-6, 1e-6)
 
 
@@ -92,7 +93,7 @@ def connect_post_pre(large: bool) -> Case:
 
 
 def connect_head(large: bool) -> Case:
-    one = connection(large, 4, 0)
+    one = connection(large, 4)
     return lambda s: hyper_connections.connect_head(s, one), (normal(ROWS_EXACT, 4, 4096 if large else 64),)
 
 
@@ -177,8 +178,8 @@ FAMILIES |= {
 }
 # more than a second in the interpreter
 SLOW = (
-    "linears", "normed_linears", "mixture", "attention 40", "attention 140", "attention 270", "connect_post_pre",
-    "indexer 40", "indexer 41",
+    "linears", "normed_linears", "grouped_linear", "mixture", "attention 40", "attention 140", "attention 270",
+    "connect_post_pre", "indexer 40", "indexer 41",
 )  # fmt: skip
 # too large for the interpreter: lists in parts, more than are ranked, prefiltered, more than these
 LARGE = {f"attention {length}": lambda large, length=length: attend(large, length) for length in (640, 1152, 8320)}

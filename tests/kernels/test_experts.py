@@ -11,7 +11,7 @@ import torch
 from dsv4cli.kernels.block_scale import dequantise, fp8_round
 from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts, shared_expert
 from dsv4cli.kernels.stored_matrix import StoredMatrix
-from tests.support.slow import slow_rows
+from tests.support.slow import slow, slow_rows
 
 # tokens, hidden width, inner width, experts, experts of a token
 SHAPES = [(0, 128, 128, 4, 2), (1, 128, 128, 1, 1), (7, 256, 128, 5, 3), (65, 128, 256, 3, 3)]
@@ -26,7 +26,7 @@ GPU_ONLY = [
 # and whether inputs are rounded; what the interpreter takes seconds for is slow
 ROUNDED = [
     ((0, 128, 128, 4, 2), True),
-    ((1, 128, 128, 5, 2), True),
+    *slow_rows(((1, 128, 128, 5, 2), True)),
     ((3, 128, 128, 1, 1), True),  # all of one expert
     *(pytest.param((1, 256, 256, 5, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
     *(pytest.param((3, 128, 128, 3, 2), rounded, marks=pytest.mark.slow) for rounded in (False, True)),
@@ -34,7 +34,8 @@ ROUNDED = [
 ]
 # tokens that stream, and one more; the real widths
 SHARED = [
-    *((tokens, 128, 128) for tokens in (0, 1, 3, 17)),
+    *((tokens, 128, 128) for tokens in (0, 1, 3)),
+    *slow((17, 128, 128)),
     *(pytest.param(shape[:3], marks=pytest.mark.gpu) for shape in GPU_ONLY),
 ]
 
@@ -217,7 +218,7 @@ def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
     [  # a sum of one routed expert would be in bf16 already
         ((0, 128, 128, 4, 2), "fp4", "fp8", torch.bfloat16),
         # one token: its two experts have a warp each, which halve the shared one's columns where these are two blocks
-        ((1, 128, 128, 2, 2), "fp4", "fp8", torch.bfloat16),
+        *slow_rows(((1, 128, 128, 2, 2), "fp4", "fp8", torch.bfloat16)),
         ((1, 128, 256, 2, 2), "fp4", "fp8", torch.bfloat16),
         *(
             pytest.param((1, 4096, inner, 9, 6), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu)
@@ -228,7 +229,7 @@ def test_shared_expert_rounds_the_inputs_of_scaled_matrices_only(scaled):
         pytest.param((65, 256, 128, 5, 3), "fp4", "fp8", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((3, 256, 128, 5, 3), "fp4", "f32", torch.bfloat16, marks=pytest.mark.gpu),
         pytest.param((3, 256, 128, 5, 3), "f32", "f32", torch.float32, marks=pytest.mark.gpu),
-        ((1, 128, 128, 2, 2), "f32", "f32", torch.bfloat16),
+        *slow_rows(((1, 128, 128, 2, 2), "f32", "f32", torch.bfloat16)),
     ],
     ids=str,
 )

@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.kernels.norm import head_norm, rms_norm
 from tests.kernels.rounding import FP32, assert_rounded_once
+from tests.support.slow import slow
 
 EPS = 1e-6
 # the hidden and the query widths of Flash and Pro last
@@ -20,7 +21,7 @@ def exact_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
+@pytest.mark.parametrize("size", [*slow(1.0), 1e-3, *slow(1e4)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rms_norm_rounds_once(shape, size, dtype):
     x, weight = (torch.randn(shape) * size).to(dtype), torch.randn(shape[-1]).to(dtype)
@@ -40,8 +41,8 @@ def test_epsilon_is_inside_the_root():
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("shape", [(0, 4, 128), (1, 1, 128), (7, 3, 128), (2, 64, 512)], ids=str)
-@pytest.mark.parametrize("eps", [EPS, 0.3, 100.0])
+@pytest.mark.parametrize("shape", [(0, 4, 128), (1, 1, 128), (7, 3, 128), *slow((2, 64, 512))], ids=str)
+@pytest.mark.parametrize("eps", [EPS, *slow(0.3), 100.0])
 def test_head_norm_rounds_every_operation(eps, shape):
     # integers: rounded squares and their mean are exact in fp32, so each rounding below is of the true value
     q = torch.randint(-31, 32, shape).bfloat16()

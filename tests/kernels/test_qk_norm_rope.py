@@ -7,6 +7,7 @@ from dsv4cli.kernels.block_scale import fp4_round, hadamard
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.qk_norm_rope import KeyCells, KeyNorm, queries_and_keys, queries_keys_and_index, ref
 from dsv4cli.kernels.rope import rotate
+from tests.support.slow import slow, slow_rows
 
 EPS = 1e-6
 # tokens, heads, width, rotated pairs; keys without queries; last the width of Flash and Pro
@@ -39,7 +40,7 @@ def assert_near(ours: torch.Tensor, expected: torch.Tensor, steps: float) -> Non
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_is_norm_rotation_and_rounding(shape, dtype):
     tokens, heads, width, pairs = shape
@@ -93,7 +94,7 @@ INDEX_SHAPES = [(0, 2, 128, 4, 32, 8), (3, 1, 128, 9, 32, 16), (2, 0, 192, 5, 64
     ("dtype", "round_keys"),
     [
         (torch.bfloat16, True),
-        (torch.float32, False),
+        *slow_rows((torch.float32, False)),
         pytest.param(torch.bfloat16, False, marks=pytest.mark.slow),
         pytest.param(torch.float32, True, marks=pytest.mark.slow),
     ],

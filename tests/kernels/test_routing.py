@@ -49,7 +49,7 @@ def test_softplus_is_linear_above_20_only(logit):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("scale", [1.0, 2.5])
+@pytest.mark.parametrize("scale", [*slow(1.0), 2.5])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(0, 4, 2), (1, 1, 1), (1, 13, 6), (7, 13, 6), (17, 8, 8)])
 def test_best_first_by_biased_score_with_unbiased_weights(tokens, experts, k, scale):
     logits, bias = spaced(tokens, experts), torch.randn(experts)
@@ -86,7 +86,7 @@ def test_a_hash_layer_of_many_tokens_computes_all_logits(tokens, monkeypatch):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("gathered", [True, False])
-@pytest.mark.parametrize("tokens", [1, 5, *slow(19)])
+@pytest.mark.parametrize("tokens", [*slow(1), 5, *slow(19)])
 def test_rows_get_the_experts_of_others(tokens, gathered, monkeypatch):
     """Bit for bit."""
     monkeypatch.setattr("dsv4cli.kernels.routing.kernel.GATHERED_TOKENS", 64 if gathered else 0)
@@ -130,7 +130,7 @@ def test_logits_are_fp32_sums_of_exact_products(shape, dtype):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("tile", [(16, 16, 32, 3), (32, 64, 64, 1), (64, 64, 128, 2)], ids=str)
+@pytest.mark.parametrize("tile", [(16, 16, 32, 3), *slow((32, 64, 64, 1), (64, 64, 128, 2))], ids=str)
 def test_each_way_to_tile(tile, monkeypatch):
     from dsv4cli.kernels.routing import kernel
 
@@ -139,7 +139,7 @@ def test_each_way_to_tile(tile, monkeypatch):
 
 
 @pytest.mark.usefixtures("triton_backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 @pytest.mark.parametrize("tile", [(1, 1, 64), (16, 16, 64)], ids=str)
 def test_each_way_to_tile_one_launch(tile, dtype, monkeypatch):
     from dsv4cli.kernels.routing import kernel

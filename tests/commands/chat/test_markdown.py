@@ -10,6 +10,7 @@ from dsv4cli.commands.chat.layout import width_of
 from dsv4cli.commands.chat.renderer import Renderer
 from dsv4cli.harmless import harmless
 from dsv4cli.output import Colours, Output
+from tests.support.slow import slow
 from tests.support.terminals import ESCAPES
 
 WIDE = 10_000
@@ -212,7 +213,7 @@ ATOMS = [*INLINE, *BLOCK, *HOSTILE]
 MARKS = re.compile(r"[\s*_`#+>()\[\]\\|:~•─│┼-]")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 12))])
 def test_random_texts_lose_nothing_and_command_nothing(shown, seed):
     rng = Random(seed)
     for _ in range(15):

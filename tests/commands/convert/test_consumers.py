@@ -23,7 +23,7 @@ from tests.support.conversions import E2M1, convert, cut_dimension, differing, r
 from tests.support.golden_data import TieWatch, topk_entries
 from tests.support.oracle import logits_in_chunks
 from tests.support.program import BYTES, save_tokenizer
-from tests.support.slow import slow_rows
+from tests.support.slow import slow, slow_rows
 
 TOKENS = 140
 # seeds of texts in which no two scores of the indexer tie for the last place, so that there is one right choice
@@ -165,7 +165,7 @@ def furthest(logits, expected):
     return float(((logits - expected).norm(dim=1) / expected.norm(dim=1)).max())
 
 
-@pytest.mark.parametrize("target", ["transformers", "bf16"])
+@pytest.mark.parametrize("target", ["transformers", *slow("bf16")])
 @pytest.mark.parametrize("name", ["tiny-flash", LARGER])
 def test_transformers_takes_every_tensor(sources, loaded, name, target):
     """Of `bf16` it renames and stacks the tensors itself; of `transformers` we have done it."""
@@ -330,9 +330,7 @@ def fp8_expert(packed, scale):
     return weight.to(torch.float8_e4m3fn), block.to(torch.float8_e8m0fnu)
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param("--ranks 1", marks=pytest.mark.slow), "--ranks 2", "--ranks 2 --experts fp8"]
-)
+@pytest.mark.parametrize("options", [*slow("--ranks 1", "--ranks 2"), "--ranks 2 --experts fp8"])
 def test_the_files_for_ranks_are_those_of_the_official_converter(net, converted, tmp_path, options):
     folder, count = converted(net, f"mp {options}"), int(options.split()[1])
     for rank, tensors in enumerate(official_ranks(net, count, fp8="fp8" in options)):
@@ -421,7 +419,7 @@ def test_nvfp4_says_what_is_quantised_and_how(net, converted):
     assert quantization["ignored_layers"] == ["head"]
 
 
-@pytest.mark.parametrize("target", ["bf16", "fp8"])
+@pytest.mark.parametrize("target", [*slow("bf16"), "fp8"])
 def test_a_plain_loader_reads_the_values(net, converted, target):
     (source, expected), found = original(net), load(converted(net, target))
     assert differing(values(found), expected) == []

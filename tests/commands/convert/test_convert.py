@@ -68,7 +68,7 @@ def assert_came_back(source, output, kept):
 
 @pytest.mark.parametrize(
     "target",
-    ["base", "nvfp4", "mp --ranks 2", "transformers", *slow("official", "bf16", "fp8", "mp --ranks 1")],
+    ["nvfp4", "mp --ranks 2", *slow("base", "transformers", "official", "bf16", "fp8", "mp --ranks 1")],
 )
 def test_there_and_back(net, tmp_path, target):
     there, back = tmp_path / "there", tmp_path / "back"

@@ -22,7 +22,7 @@ from tests.support import damage, synthetic
 from tests.support.conversions import convert, files, run
 from tests.support.damage import DAMAGES, SHARD, WEIGHT
 from tests.support.foreign import FOREIGN, INCOMPLETE, half
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_rows
 
 UNFINISHED = ".dsv4-convert"
 EXPERT = "layers.1.ffn.experts.1.w2"
@@ -440,12 +440,12 @@ def unverified(small, tmp_path_factory):
         ("official", ONE, "layers.0.ffn.gate.tid2eid", 0.5, "layers.0.ffn.gate.tid2eid"),
         pytest.param("official", ONE, "mtp.0.hc_head_fn", 0.9, "mtp.0.hc_head_fn", marks=pytest.mark.slow),
         ("bf16", ONE, f"{LINEAR}.weight", 0.3, LINEAR),
-        ("fp8", ONE, f"{EXPERT}.weight", 0.7, EXPERT),
+        *slow_rows(("fp8", ONE, f"{EXPERT}.weight", 0.7, EXPERT)),
         pytest.param("fp8", ONE, f"{EXPERT}.scale", 1, EXPERT, marks=pytest.mark.slow),
         pytest.param("nvfp4", ONE, f"{EXPERT}.weight", 0.7, EXPERT, marks=pytest.mark.slow),
         ("nvfp4", ONE, f"{EXPERT}.weight_scale", 0.5, EXPERT),
         ("nvfp4", ONE, f"{EXPERT}.weight_scale_2", 1, EXPERT),
-        ("transformers", ONE, DOWN, 0.75, EXPERT),
+        *slow_rows(("transformers", ONE, DOWN, 0.75, EXPERT)),
         pytest.param("transformers", ONE, GATE_UP, 0.625, "layers.1.ffn.experts.1.w1", marks=pytest.mark.slow),
         ("transformers", ONE, GATE_UP, 0.875, "layers.1.ffn.experts.1.w3"),
         # cut, an expert's, and what each rank has whole
@@ -454,13 +454,13 @@ def unverified(small, tmp_path_factory):
         ),
         ("mp --ranks 2", SECOND, "layers.1.attn.wo_b.weight", 0.5, "layers.1.attn.wo_b"),
         ("mp --ranks 2", SECOND, "layers.1.attn.wq_b.scale", 1, "layers.1.attn.wq_b"),
-        ("mp --ranks 2", SECOND, f"{EXPERT}.weight", 0.5, EXPERT),
+        *slow_rows(("mp --ranks 2", SECOND, f"{EXPERT}.weight", 0.5, EXPERT)),
         pytest.param("mp --ranks 2", FIRST, "norm.weight", 0.5, "norm.weight", marks=pytest.mark.slow),
         ("mp --ranks 2", SECOND, "norm.weight", 0.5, "norm.weight"),
         pytest.param(
             "mp --ranks 2", SECOND, "layers.1.attn.wkv.weight", 0, "layers.1.attn.wkv", marks=pytest.mark.slow
         ),
-        ("mp --ranks 2", SECOND, "layers.1.attn.wkv.scale", 0, "layers.1.attn.wkv"),
+        *slow_rows(("mp --ranks 2", SECOND, "layers.1.attn.wkv.scale", 0, "layers.1.attn.wkv")),
     ],
 )
 def test_a_bit_that_changed_before_the_comparison(small, unverified, tmp_path, options, file, tensor, position, named):

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from tests.support import damage
 from tests.support.program import Program
 
-CASES, MORE_CASES = 60, 140
+CASES, MORE_CASES = 20, 180
 # seconds for one answer, and bytes beyond those that the process has
 PATIENCE, ROOM = 5, 1 << 30
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

@@ -32,7 +32,7 @@ def any_nvfp4(name: str, old: str, raw: Arrays, new: str) -> Arrays:
     ("formats", "naming"),
     [
         pytest.param(NVFP4, CompressedNaming((), "U8"), marks=pytest.mark.slow),
-        (NVFP4, CompressedNaming((1,), "U8")),
+        pytest.param(NVFP4, CompressedNaming((1,), "U8"), marks=pytest.mark.slow),
         (Formats(), CompressedNaming((), "U8")),
         pytest.param(Formats(), CompressedNaming((), "F8_E8M0"), marks=pytest.mark.slow),
     ],

@@ -301,7 +301,7 @@ TRIED: dict[str, tuple[TargetName, Damage]] = {
 }
 
 
-@pytest.mark.parametrize("case", slow_except(("official", "nvfp4", "no expert_dtype", "no model_type"), TRIED))
+@pytest.mark.parametrize("case", slow_except(("nvfp4", "no expert_dtype"), TRIED))
 def test_transformers_agrees(converted, tmp_path, monkeypatch, case):
     from transformers import AutoModelForCausalLM
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer

@@ -15,7 +15,7 @@ from dsv4cli.engine.checkpoint.stored import StoredModel
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.diff import Diff, diff_document, diff_models
 from tests.support import damage
-from tests.support.slow import slow_except
+from tests.support.slow import slow_except, slow_rows
 from tests.support.variants import OFFICIAL, Arrays, Encode, recoded, write_variant
 
 CONFIG = recognise(damage.GOLDEN / "tiny-flash").config
@@ -158,16 +158,14 @@ EXCHANGED = "columns 2j and 2j+1 are exchanged: nibbles in the wrong order"
 # the mistake, the formats of the harmed side, the matrix, the sentence
 MISTAKES = [
     (nibbles_swapped, OFFICIAL, EXPERT, EXCHANGED),
-    (nibbles_swapped, BF16, EXPERT, EXCHANGED),
+    *slow_rows((nibbles_swapped, BF16, EXPERT, EXCHANGED)),
     (nibbles_swapped, VARIANTS["nvfp4"][0], EXPERT, EXCHANGED),
     (scales_converted_by_value, OFFICIAL, EXPERT, ZERO),
-    (scales_converted_by_value, OFFICIAL, LINEAR, ZERO),
-    (scales_converted_by_value, BF16, LINEAR, ZERO),
-    (scales_forgotten, OFFICIAL, EXPERT, CODES),
+    *slow_rows((scales_converted_by_value, OFFICIAL, LINEAR, ZERO), (scales_converted_by_value, BF16, LINEAR, ZERO)),
+    *slow_rows((scales_forgotten, OFFICIAL, EXPERT, CODES)),
     (scales_forgotten, BF16, EXPERT, CODES),
     (scales_forgotten, VARIANTS["mp2"][0], LINEAR, CODES),
-    (bytes_as_numbers, BF16, EXPERT, NUMBERS),
-    (bytes_as_numbers, BF16, LINEAR, NUMBERS),
+    *slow_rows((bytes_as_numbers, BF16, EXPERT, NUMBERS), (bytes_as_numbers, BF16, LINEAR, NUMBERS)),
     (bytes_as_numbers, VARIANTS["mixed"][0], LINEAR, NUMBERS),
 ]
 

@@ -168,7 +168,7 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-FEW = ("attention", "decoding")
+FEW = ("attention",)
 
 
 @pytest.mark.parametrize("case", slow_except(FEW, STEPS))
@@ -330,6 +330,7 @@ def test_nothing_is_known_of_a_system_without_meminfo(bare_machine, monkeypatch)
         plan_fit(CONFIG, OFFICIAL, this_machine(), context=100, batch=1)
 
 
+@pytest.mark.slow  # the plans of four numbers of ranks
 def test_flash_on_eight_gpus():
     fit = plan_fit(parse_config(FLASH, "flash"), OFFICIAL, parse_machine("8xH200", None), context=8192, batch=1)
     assert [share.ranks for share in fit.shares] == [1, 2, 4, 8]

@@ -195,8 +195,8 @@ MUTATIONS = {
     "no q-head norm": Mutation(keys, "head_norm", lambda _: lambda q, eps: q),
     "relu after head sum": Mutation(indexer, "index_scores", relu_after_sum),
 }
-# one that shows in chunks only, and one rounding; the rest is slow
-ALWAYS = {"overlap dropped at chunk borders", "keys not rounded"}
+# one rounding; the rest is slow
+ALWAYS = {"keys not rounded"}
 
 
 def named(mutations):
@@ -214,6 +214,7 @@ def distance_of():
     return lambda chunks: oracle.distance(oracle.logits_in_chunks(model, ids, chunks), expected)
 
 
+@pytest.mark.slow  # test_oracle.py has other chunks by default
 @pytest.mark.parametrize("chunks", [[oracle.TOKENS], CHUNKS], ids=["prefill", "chunks"])
 def test_nothing_put_in(distance_of, chunks):
     assert distance_of(chunks) < oracle.TOLERANCE
@@ -298,6 +299,7 @@ def worst_block(recording: Golden) -> float:
     return max(float((ours.float() - theirs.float()).norm() / theirs.float().norm()) for (ours,), theirs in outputs)
 
 
+@pytest.mark.slow  # test_golden.py compares the same blocks by default
 def test_no_wrong_rounding_put_in(recording):
     assert worst_block(recording) < BLOCK_VISIBLE
 

@@ -227,7 +227,7 @@ SPLITS = {
 }
 
 
-FEW = ("around the room in a ring", "all sizes")
+FEW = ("around the room in a ring",)
 
 
 @pytest.mark.parametrize("split", slow_except(FEW, SPLITS))
@@ -269,7 +269,7 @@ def test_no_token_sees_a_later_one(name, plain, monkeypatch):
         return runner.read(runner.cache.allocate(), tokens).chunk(2, -1)
 
     expected = logits(ids)
-    for changed in (3, 127, 128, 140):
+    for changed in (3, 128):
         other = list(ids)
         other[changed] = (ids[changed] + 1) % model.config.vocab_size
         # MTP reads one token further

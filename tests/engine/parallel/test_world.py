@@ -126,6 +126,7 @@ def test_what_a_drafter_reads_of_shared_rows_is_gathered(tmp_path):
             torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.slow  # two ranks of a checkpoint answer in tests/commands/run/test_tp.py
 def test_two_ranks_of_a_checkpoint_give_the_logits_of_one(tmp_path):
     text = "What is 17 + 25? The capital of Italy is Rome. " * 12
     ids = open_dialogue(NANO, "off").tokenizer.encode(text)[:150]

@@ -18,7 +18,7 @@ from dsv4cli.engine.profiling.inputs import BenchmarkInputs, Shapes
 from dsv4cli.engine.profiling.kernels import measure, profile_kernels, read_shapes, read_tokens, select_cases
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_rows
 
 CPU = torch.device("cpu")
 
@@ -83,11 +83,12 @@ def test_what_finds_no_room_is_skipped(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "whole", "half"),
-    [("wq_b", "32768x1024", "16384x1024"), ("wo_b", "4096x8192", "4096x4096"), ("head", "129280x4096", "64640x4096"),
+    [("wq_b", "32768x1024", "16384x1024"), ("wo_b", "4096x8192", "4096x4096"),
+     *slow_rows(("head", "129280x4096", "64640x4096"), ("noise", "129280", "129280")),
      ("wo_a", "8 groups of 1024x4096", "4 groups of 1024x4096"), ("routed_experts", "4096-2048", "4096-1024"),
      ("wq_a", "1024x4096", "1024x4096"), ("attention_csa", "64 heads", "32 heads"),
      ("index_scores", "64 heads", "64 heads"), ("normed_wq_b_index", "40960x1024", "24576x1024"),
-     ("inputs_csa", "4160x4096", "4160x4096"), ("noise", "129280", "129280")],
+     ("inputs_csa", "4160x4096", "4160x4096")],
 )  # fmt: skip
 def test_shapes_of_a_rank(name, whole, half):
     assert whole in case(bench("flash"), name).shape

@@ -124,11 +124,11 @@ def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
         model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", drafting=Drafting(most), step_ms=1e6
     )
     one._pacer._shared_rows = None  # as on a GPU
-    waits = asked(text(9, 1), 60)
+    waits = asked(text(9, 1), 40)
     one.add(waits)
     for _ in range(3):
         one.step()
-    prompts = [asked(text(count, count), keep=(1, count)) for count in (30, 3, 130, 31, 257, 30, 18, 64)]
+    prompts = [asked(text(count, count), keep=(1, count)) for count in (30, 3, 130, 31, 140, 30, 18, 64)]
     found, shared = {own: [] for own in (waits, *prompts)}, 0
     for own in prompts:
         one.add(own)

@@ -11,6 +11,7 @@ import pytest
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime.drafts.draft_controller import PROBE, DraftController, StepCosts
 from dsv4cli.engine.runtime.step_sizes import batch_size
+from tests.support.slow import slow
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
 ROWS = {1: 5.0, 2: 6.1, 4: 8.1, 8: 11.5, 16: 17.0, 32: 27.0, 64: 45.0}
@@ -154,7 +155,7 @@ def test_an_acceptance_is_of_the_draft_that_was_accepted():
 
 @BOTH
 @pytest.mark.parametrize("says", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
-@pytest.mark.parametrize("truth", [PROSE, WRONG, GOOD], ids=["prose", "wrong", "code"])
+@pytest.mark.parametrize("truth", [*slow(PROSE), WRONG, GOOD], ids=["prose", "wrong", "code"])
 def test_what_a_drafter_says_is_calibrated(most, says, truth):
     one = Simulation(DraftController(most), truth, reports=lambda chance: says).run(300)
     expected = sum(truth(0)[:3]) / 3

@@ -330,7 +330,7 @@ def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypat
     monkeypatch.setattr(app, "service", replace(app.service, usual=replace(app.service.usual, think="high")))
     monkeypatch.setattr(async_engine.EngineCall, "updates", some)
     monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
-    sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=60, stream=True) | fields).read()
+    sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=20, stream=True) | fields).read()
     assert sent.count(sign) > 2
 
 
