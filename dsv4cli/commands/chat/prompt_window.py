@@ -1,4 +1,4 @@
-"""Which messages of a session go into the prompt of `dsv4 chat`, and what the user is told about that."""
+"""The prompt window of `dsv4 chat`: which messages of a session it holds, and the notice about the others."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
