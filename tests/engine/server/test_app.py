@@ -145,7 +145,7 @@ def test_metrics_describe_the_server_and_its_capacity(nano):
     assert {'model="nano"', 'release="v4"', f'version="{nano.get("/version")[1]["version"]}"'} <= {
         *info[10:-1].split(",")
     }
-    room = nano.engine.room
+    room = nano.engine.max_request_tokens
     assert [found[f"dsv4_capacity_{name}"] for name in metrics.CAPACITY] == [64, 256, 8192, room]
     assert 0 < found["dsv4_cache_used_tokens"] <= room + 128
 
