@@ -46,7 +46,7 @@ def verify(
     record: RecordOpt = None,
     against: AgainstOpt = None,
     concurrency: ConcurrencyOpt = 16,
-    timeout: TimeoutOpt = 120.0,
+    timeout: TimeoutOpt = 600.0,
     dry_run: DryRunOpt = False,
     out: OutOpt = None,
     report: ReportOpt = None,

@@ -9,7 +9,9 @@ from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.company import company_checks
 from dsv4cli.engine.verification.encoding import encoding_checks
 from dsv4cli.engine.verification.limits import limit_checks
+from dsv4cli.engine.verification.long_context import long_checks
 from dsv4cli.engine.verification.numbers import number_check
+from dsv4cli.engine.verification.other_apis import api_checks
 from dsv4cli.engine.verification.reference import ServerReference
 from dsv4cli.engine.verification.replies import leak_checks, reply_checks
 from dsv4cli.engine.verification.reply_streams import stream_checks
@@ -70,10 +72,12 @@ def plan_checks(
         *encoding_checks(server, quick=scope.quick),
         *reply_checks(server, quick=scope.quick),
         *stream_checks(server, quick=scope.quick),
+        *([] if scope.quick else api_checks(server)),
         *tool_checks(server, quick=scope.quick, baseline=reference.calls if reference else None),
         *company_checks(server, quick=scope.quick),
         *([number_check(server, reference, quick=scope.quick)] if reference is not None or recorded else []),
         *limit_checks(server, quick=scope.quick),
+        *(long_checks(server) if scope.long or "long" in scope.only else []),
         *leak_checks(sent),
     ]
     return [check for check in checks if not scope.only or check.family in scope.only]

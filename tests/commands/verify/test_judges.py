@@ -1,0 +1,170 @@
+"""How verify judges: differences of answers, schemas, numbers, prompts that differ, and invalid requests."""
+
+import pytest
+
+from dsv4cli.engine.verification.calls import ApiCall, ServerReply
+from dsv4cli.engine.verification.chat_answer import AnswerToken, ChatAnswer, UnreadableReply, read_chat
+from dsv4cli.engine.verification.checked_server import CheckedServer
+from dsv4cli.engine.verification.compare import ROUNDING, difference
+from dsv4cli.engine.verification.conversations import conversations
+from dsv4cli.engine.verification.encoding import count_prompt, explain
+from dsv4cli.engine.verification.limits import judge_refusal
+from dsv4cli.engine.verification.numbers import compare_numbers, verdict_of
+from dsv4cli.engine.verification.reference import ScoredText, ServerReference
+from dsv4cli.engine.verification.schema_errors import schema_errors
+from dsv4cli.engine.verification.tool_scenarios import ORDER, UNION, scenarios
+from dsv4cli.engine.verification.vocabularies import open_tokenizer
+
+
+def answer(*tokens, top=()):
+    """An answer of (text, log-probability) pairs."""
+    listed = [AnswerToken(text, logprob, dict(top)) for text, logprob in tokens]
+    return ChatAnswer("".join(text for text, _ in tokens), tokens=listed, finish="stop")
+
+
+def test_equal_answers_have_no_difference():
+    assert difference(answer(("a", -0.1)), answer(("a", -0.1))) is None
+
+
+def test_tokens_that_are_equally_likely_may_change_places():
+    one = answer(("x", 0.0), ("a", -0.69), top=[("a", -0.69), ("b", -0.7)])
+    other = answer(("x", 0.0), ("b", -0.69), top=[("a", -0.7), ("b", -0.69)])
+    found = difference(one, other)
+    assert (found.at, found.size() < ROUNDING) == (1, True)
+    sure = answer(("x", 0.0), ("a", -0.01), top=[("a", -0.01), ("b", -5.0)])
+    assert difference(sure, answer(("x", 0.0), ("b", -0.01), top=[("b", -0.01), ("a", -5.0)])).size() > 4
+    assert "token 1 after 'x' is 'a'" in found.text[0]
+
+
+def test_a_drift_before_the_first_different_token_counts():
+    assert difference(answer(("a", -0.1)), answer(("a", -0.9))).size() == pytest.approx(0.8)
+    assert difference(answer(("a", -9.0)), answer(("a", -12.0))) is None  # too unlikely to compare
+
+
+def test_without_log_probabilities_a_difference_has_no_size():
+    assert difference(ChatAnswer("a"), ChatAnswer("b")).size() == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("value", "schema", "error"),
+    [
+        ({"key": "name", "value": None}, UNION, ""),
+        ({"key": "name", "value": [1]}, UNION, "arguments.value matches no alternative"),
+        ({"key": "size", "value": 1}, UNION, "arguments.key is not one of volume, name, alarm"),
+        ({"value": True}, UNION, "arguments lacks key"),
+        ({"items": [], "address": {"street": "a", "city": "b"}}, ORDER, "arguments.items has 0 elements"),
+        (
+            {"items": [{"name": "a", "count": 1.5}], "address": {"street": "a", "city": "b"}},
+            ORDER,
+            "arguments.items[0].count is not of type integer",
+        ),
+        (
+            {"items": [{"name": "a", "count": 2.0}], "address": {"street": "a", "city": "b", "zip": 1}},
+            ORDER,
+            "arguments.address has zip, which does not exist",
+        ),
+        ([], ORDER, "arguments is not of type object"),
+    ],
+)
+def test_arguments_are_compared_with_their_schema(value, schema, error):
+    assert list(schema_errors(value, schema["function"]["parameters"])) == ([error] if error else [])
+
+
+def test_there_are_a_hundred_scenarios_and_sixty_conversations():
+    assert len(scenarios()) == 100
+    assert sum(map(len, conversations().values())) == 60
+
+
+@pytest.fixture(scope="module")
+def server():
+    return CheckedServer("http://x", "nano", tokenizer=open_tokenizer("nano"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        ("plain", lambda count: count - 1, "lacks the token"),
+        ("plain", lambda count: count + 5, "each has +5 tokens"),
+    ],
+)
+def test_what_is_wrong_with_a_prompt_is_named(server, kind, change, said):
+    counted = [(one, change(count_prompt(server, one))) for one in conversations()[kind]]
+    assert said in explain(server, counted)
+
+
+def test_missing_tools_are_named(server):
+    [one, *_] = conversations()["tools"]
+    bare = count_prompt(server, type(one)(one.messages))
+    assert explain(server, [(one, bare)]) == "the tools are missing"
+
+
+def scored(*values):
+    return ScoredText([str(number) for number in range(len(values))], values)
+
+
+def reference(*values):
+    return ServerReference("m", {"math/0": scored(*values)}, {}, {}, noise=0.01)
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([-1.0] * 96, "right"),
+        ([-1.019, -0.981] * 48, "right"),
+        ([-1.06, -0.94] * 48, "another quantization, or a damaged tensor"),
+        ([-1.0] * 32 + [-1.5, -0.5] * 32, "wrong, from position 32 on"),
+        ([-1.5, -1.4] * 48, "wrong, from the beginning on"),
+    ],
+)
+def test_the_verdict_on_numbers(values, verdict):
+    other = reference(*([-1.0] * 96))
+    assert verdict_of(compare_numbers({"texts/math/0": scored(*values)}, other), other.noise) == verdict
+
+
+def test_texts_of_another_vocabulary_are_not_compared():
+    found = {"texts/math/0": ScoredText(["x"], [-1.0])}
+    assert compare_numbers(found, reference(-1.0, -1.0)) is None
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (ServerReply(400, "{}"), ""),
+        (ServerReply(500, "{}"), "has status 500"),
+        (ServerReply(200, "{}"), "is accepted"),
+        (ServerReply(400, " "), "has no body"),
+        (ServerReply(0, failure="no answer"), "no response"),
+        (ServerReply(0, failure="closed"), "the connection is closed"),
+    ],
+)
+def test_a_refusal_has_a_status_and_a_body(reply, said):
+    call = ApiCall("limits.fields/x", "/v1/chat/completions", {})
+    problems = list(judge_refusal(call, {call.key: reply}))
+    assert [said in one.what for one in problems] == ([True] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[]", "not a JSON object"),
+        ('{"choices": []}', "not the format"),
+        ('{"choices": [{"message": {"content": 5}}]}', "content is not a string"),
+    ],
+)
+def test_an_answer_of_another_format_says_why(text, why):
+    with pytest.raises(UnreadableReply, match=why):
+        read_chat(ServerReply(200, text), streamed=False)
+
+
+def test_a_stream_is_put_together():
+    events = [
+        '{"choices": [{"delta": {"content": "4"}}]}',
+        '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{"}}]}}]}',
+        '{"choices": [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": "}"}}]}, '
+        '"finish_reason": "tool_calls"}]}',
+        '{"choices": [], "usage": {"prompt_tokens": 3}}',
+        "[DONE]",
+    ]
+    found = read_chat(ServerReply(200, "".join(f"data: {one}\n\n" for one in events)), streamed=True)
+    assert (found.content, found.finish, found.done, found.usage_last) == ("4", "tool_calls", True, True)
+    assert [(call.name, call.arguments) for call in found.calls] == [("f", "{}")]
