@@ -218,6 +218,7 @@ def test_a_harness_in_its_chat_form_finds_the_figures_of_eval(harness, tmp_path,
     assert len(samples) == scored["items"] == 27
 
 
+@pytest.mark.filterwarnings("ignore")  # its own types
 @pytest.mark.parametrize("model", ["openai/nano", "anthropic/nano"])
 def test_litellm_recognizes_a_prompt_that_is_too_long(nano, monkeypatch, model):
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download the prices of models

@@ -69,16 +69,18 @@ class Draws:
 def packed(samplings: Sequence[Sampling], positions: Sequence[int]) -> torch.Tensor:
     """Return the numbers of rows on the host: int64 [5, R].
 
-    They are seeds, positions, limits, counts, and as fp32 all temperatures, then all gaps.
+    They are seeds, positions, limits, counts, and as fp32 all temperatures, then all gaps. Counts and gaps are 0, and
+    not to be used, if no row has top-k or min-p.
     """
     seeds, limits = [one.seed for one in samplings], [limit_of(one.top_p) for one in samplings]
-    # above any vocabulary all counts mean the same
-    counts = [min(one.top_k, MOST_COUNT) if one.temperature else 0 for one in samplings]
+    counts, reals = [0] * len(samplings), [one.temperature for one in samplings]
+    if any(one.top_k or one.min_p for one in samplings):
+        # above any vocabulary all counts mean the same; a greedy row needs no filter
+        counts = [min(one.top_k, MOST_COUNT) if one.temperature else 0 for one in samplings]
+        reals += [gap_of(one.min_p if one.temperature else 0.0, one.temperature) for one in samplings]
     none = [0] * len(samplings)
     numbers = torch.tensor([seeds, [*positions], limits, counts, none], dtype=torch.int64, device="cpu")
-    gaps = [gap_of(one.min_p if one.temperature else 0.0, one.temperature) for one in samplings]
-    temperatures = [one.temperature for one in samplings]
-    numbers[4].view(torch.float32)[:] = torch.tensor(temperatures + gaps, dtype=torch.float32, device="cpu")
+    numbers[4].view(torch.float32)[: len(reals)] = torch.tensor(reals, dtype=torch.float32, device="cpu")
     return numbers
 
 
