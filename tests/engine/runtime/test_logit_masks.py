@@ -67,6 +67,24 @@ def test_masks_of_a_step_may_have_different_lengths():
     assert (found > BANNED).nonzero().tolist() == [[0, 5], [1, 6]]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_penalties_follow_the_bias_and_precede_the_bans(device):
+    given = torch.tensor([[1.0, -2.0, 0.5, 3.0, -1.0]]).to(device)
+    bias, rule = ((0, 3.0), (1, -2.0)), Script(banned={0: [3]})
+    request = Request([0, 1, 3], Sampling(0.0, logit_bias=bias, repetition_penalty=2.0), Limits(), rule)
+    expected = torch.tensor([[2.0, -8.0, 0.5, BANNED, -1.0]]).to(device)
+    before = given.clone()
+    assert torch.equal(masked_logits([Chunk(request, 0, 3, 0, [])], given, TokenCounts(given.device)), expected)
+    assert torch.equal(given, before)
+
+
+@pytest.mark.parametrize("rule", [Script(banned={0: [3]}), masked([1, 2])], ids=["ban", "mask"])
+def test_the_given_logits_stay_as_they_are(rule):
+    logits = torch.zeros(1, WIDTH)
+    assert masked_logits([chunk([], rule)], logits, TokenCounts(logits.device)).min() == torch.tensor(BANNED)
+    assert not logits.any()
+
+
 def test_nothing_is_made_where_nothing_is_asked():
     logits = torch.zeros(3, WIDTH)
     assert masked_logits([chunk(), chunk([7], Script())], logits, TokenCounts(logits.device)) is logits

@@ -175,10 +175,10 @@ def test_rows_of_requests_that_have_ended_are_used_again(monkeypatch):
         assert len(made[0]._table) == 2
         while engine.busy:
             engine.step()
-        answered.append([one.ids for one in asked])
+        answered.append(asked)  # they are still referred to
     fresh = requests([replace(PENALTIES, seed=2)], 6)
     answers(model_of("mtp"), fresh, 0)
-    assert answered[2][0] == fresh[0].ids
+    assert answered[2][0].ids == fresh[0].ids
 
 
 def test_each_token_is_uploaded_once(monkeypatch):
