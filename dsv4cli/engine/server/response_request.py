@@ -6,10 +6,11 @@ from typing import Any
 
 from dsv4cli.engine.chat.dropping import messages_to_drop
 from dsv4cli.engine.server.accounts import Account
-from dsv4cli.engine.server.answer_format import AnswerFormat, form_in
+from dsv4cli.engine.server.answer_format import AnswerFormat, form_in, openai_form
 from dsv4cli.engine.server.chat_request import prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
+from dsv4cli.engine.server.neutral_fields import refuse_unsupported
 from dsv4cli.engine.server.plan import AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.response_input import InputReader, input_items
@@ -17,6 +18,7 @@ from dsv4cli.engine.server.response_store import PREVIOUS, ResponseStore
 from dsv4cli.engine.server.response_tools import ResponseTools, read_choice, read_tools
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text.prompt import Message
+from dsv4cli.engine.text.reply_grammar import AnswerForm
 
 # accepted fields that do not affect the answer; max_tool_calls limits calls of built-in tools only
 IDLE = (
@@ -83,6 +85,7 @@ def read_response(body: dict[str, Any], service: Service, owner: Account) -> Res
     talk = _conversation(fields, service, owner)
     limits = limits_of(fields, service, fields.whole("max_output_tokens", 1), (), 0)
     sampling = sampling_of(fields, service)
+    refuse_unsupported(fields)
     ids = _ids(talk, fields, service, limits.max_tokens)
     plan = AnswerPlan(ids, sampling, limits, talk.shape, talk.effort.budget)
     stream, background = fields.flag("stream"), fields.flag("background")
@@ -130,8 +133,8 @@ def _conversation(fields: Fields, service: Service, owner: Account) -> _Conversa
     tools = _tools(fields, [*earlier, *own], service)
     choice, allowed, shown_choice = read_choice(fields, tools)
     text = fields.mapping("text")
-    form = None if text is None else form_in(text, "format", nested=False)
-    shape = AnswerFormat(form, choice, allowed, "tool_choice" if form is None else "text.format")
+    form, where = _form(text, fields)
+    shape = AnswerFormat(form, choice, allowed, where)
     shown = {
         "instructions": fields.text("instructions"),
         "parallel_tool_calls": fields.flag("parallel_tool_calls", otherwise=True),
@@ -143,6 +146,14 @@ def _conversation(fields: Fields, service: Service, owner: Account) -> _Conversa
     effort = effort_of(fields, service.dialogue.release, service.usual.think)
     messages = _messages(shown["instructions"], earlier, own, service)
     return _Conversation(own, tools, messages, shape, effort, shown)
+
+
+def _form(text: Fields | None, fields: Fields) -> tuple[AnswerForm | None, str]:
+    """Return the form of the text, from `text.format` or the fields of the chat API, and the field that requests it."""
+    form, (other, field) = None if text is None else form_in(text, "format", nested=False), openai_form(fields)
+    if form is not None and other is not None:
+        raise bad_field(field, "cannot be combined with text.format: use one of them")
+    return (other, field) if form is None else (form, "text.format")
 
 
 def _finder(store: ResponseStore | None, owner: Account) -> Callable[[str], dict[str, Any] | None]:

@@ -19,16 +19,20 @@ FUNCTION = {
 }
 TOOLS = [{"type": "function", "function": FUNCTION}]
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES = "/v1/responses"
 BODIES = {
     CHAT: asking(SUM),
     COMPLETIONS: {"prompt": "17 + 25 =", "temperature": 0, "max_tokens": 12},
     MESSAGES: asking(SUM, max_tokens=30),
+    RESPONSES: {"input": SUM, "temperature": 0},
 }
 
 
 def text_of(nano, path: str, **fields) -> str:
     status, document = nano.post(path, BODIES[path] | fields)
     assert status == 200, document
+    if path == RESPONSES:
+        return document["output"][0]["content"][0]["text"]
     if path == COMPLETIONS:
         return document["choices"][0]["text"]
     return document["choices"][0]["message"]["content"] if path == CHAT else document["content"][0]["text"]
@@ -47,7 +51,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("path", [CHAT, *slow(COMPLETIONS)])
+@pytest.mark.parametrize("path", [CHAT, *slow(COMPLETIONS, RESPONSES)])
 @pytest.mark.parametrize(("fields", "holds"), FORMS)
 def test_guided_fields_are_obeyed(nano, path, fields, holds):
     assert holds(text_of(nano, path, **fields, guided_decoding_backend="auto"))
@@ -145,6 +149,12 @@ INVALID = [
     ({"function_call": {"name": "f"}}, "tool_choice", "no tools"),
     ({"functions": [FUNCTION], "function_call": "maybe"}, "function_call", "none, auto"),
 ]
+
+
+def test_the_form_of_a_response_is_requested_once(nano):
+    fields = {"guided_regex": "a", "text": {"format": {"type": "json_object"}}}
+    status, document = nano.post(RESPONSES, BODIES[RESPONSES] | fields)
+    assert (status, document["error"]["param"]) == (400, "guided_regex")
 
 
 @pytest.mark.parametrize(("fields", "name", "reason"), INVALID)
