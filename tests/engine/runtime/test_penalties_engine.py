@@ -31,7 +31,6 @@ SAMPLINGS = [
     Sampling(1.3, seed=8, top_k=2),
     Sampling(1.0, seed=9, frequency_penalty=-1.0),
 ]
-DEVICES = [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @dataclass
@@ -113,12 +112,13 @@ def test_every_token_is_that_of_the_definition(monkeypatch, drafter, drafts):
     assert sum(row.token != plain_token(plain_row(row)) for row in watched.rows) > 10
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.slow
 @pytest.mark.parametrize(("drafter", "drafts"), [("mtp", 2), ("mtp", 7), ("dspark", 3)])
-def test_drafts_change_no_token(monkeypatch, drafter, drafts, device):
+def test_drafts_change_no_token(monkeypatch, drafter, drafts):
+    """On a GPU the last bits of logits depend on the rows of a step: there, the definition is compared instead."""
     always_draft(monkeypatch)
-    model = model_of(drafter) if device == "cpu" else on_gpu(drafter)
-    assert answers(model, requests(SAMPLINGS), drafts, device) == answers(model, requests(SAMPLINGS), 0, device)
+    model = model_of(drafter)
+    assert answers(model, requests(SAMPLINGS), drafts) == answers(model, requests(SAMPLINGS), 0)
 
 
 def on_gpu(drafter: str):
