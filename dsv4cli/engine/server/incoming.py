@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -44,11 +44,14 @@ def account_of(http: Request) -> Account:
     return account
 
 
-async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1) -> T:
+async def read_body(
+    http: Request, read: Callable[[dict[str, Any], Service], T], prompts: int = 1, references: Sequence[bytes] = ()
+) -> T:
     """Return the result of `read` for the JSON object in a request's body.
 
     Args:
         prompts: the most prompts that the body may contain.
+        references: texts in a body that may refer to stored conversations. It is processed like a long body then.
 
     Raises:
         Refusal: the body is not a JSON object, is too large, or does not arrive in time.
@@ -61,7 +64,8 @@ async def read_body(http: Request, read: Callable[[dict[str, Any], Service], T],
             content = await _read(http, service, prompts)
     except TimeoutError:
         raise Refusal(408, f"the body did not arrive within {READ_SECONDS} s") from None
-    size, given = len(content), [content]
+    refers = any(one in content for one in references)
+    size, given = max(len(content), LONG_BODY if refers else 0), [content]
     del content  # so that its memory can be freed before the prompt is encoded
 
     def work() -> T:

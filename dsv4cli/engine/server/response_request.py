@@ -14,7 +14,7 @@ from dsv4cli.engine.server.neutral_fields import refuse_unsupported
 from dsv4cli.engine.server.plan import AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.response_input import InputReader, input_items
-from dsv4cli.engine.server.response_store import PREVIOUS, ResponseStore
+from dsv4cli.engine.server.response_store import PREVIOUS, ResponseStore, StoredInput
 from dsv4cli.engine.server.response_tools import ResponseTools, read_choice, read_tools
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text.prompt import Message
@@ -42,7 +42,7 @@ class ResponseRequest:
         stream: whether the answer is streamed.
         background: whether the answer is generated after the response to the request.
         stored: whether the response is stored.
-        items: the items of the request's own input.
+        inputs: the request's own input as it is stored.
         tools: the offered tools.
         summarized: whether the reasoning is returned as a summary.
         sealed: whether the reasoning is also returned as `encrypted_content`.
@@ -53,7 +53,7 @@ class ResponseRequest:
     stream: bool
     background: bool
     stored: bool
-    items: list[dict[str, Any]]
+    inputs: StoredInput
     tools: ResponseTools
     summarized: bool
     sealed: bool
@@ -93,6 +93,7 @@ def read_response(body: dict[str, Any], service: Service, owner: Account) -> Res
     if background and (stream or not stored):
         raise bad_field("background", "needs a stored response that is not streamed")
     summary = _summary(fields)
+    inputs = StoredInput.of(talk.own if stored else ())
     sealed = SEALED in _included(fields)
     shown = {
         **talk.shown,
@@ -108,7 +109,7 @@ def read_response(body: dict[str, Any], service: Service, owner: Account) -> Res
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
     return ResponseRequest(
-        plan, stream, background, stored, talk.own, talk.tools, summary is not None, sealed, shown
+        plan, stream, background, stored, inputs, talk.tools, summary is not None, sealed, shown
     )  # fmt: skip
 
 

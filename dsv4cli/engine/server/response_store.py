@@ -17,18 +17,36 @@ PREVIOUS = "previous_response_id"
 
 
 @dataclass(frozen=True)
+class StoredInput:
+    """The items of a response's own input, as JSON, and their ids."""
+
+    content: bytes
+    ids: Sequence[str]
+
+    @classmethod
+    def of(cls, items: Sequence[dict[str, Any]]) -> "StoredInput":
+        """Return items in the form in which they are stored. For a long input, call it outside of the event loop."""
+        return cls(to_bytes({"items": items}), [item["id"] for item in items])
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The items."""
+        items: list[dict[str, Any]] = json.loads(self.content)["items"]
+        return items
+
+
+@dataclass(frozen=True)
 class StoredResponse:
-    """A response with its input, as JSON.
+    """A response, as JSON, with its input.
 
     Attributes:
-        inputs: the items of its own input.
         owner: the account of the API key that created it. Others cannot see it.
         previous: the response that it continues.
         items: the ids of all its items.
     """
 
     document: bytes
-    inputs: bytes
+    inputs: StoredInput
     owner: Account
     previous: str | None
     items: Sequence[str]
@@ -36,7 +54,7 @@ class StoredResponse:
     @property
     def size(self) -> int:
         """Number of bytes."""
-        return len(self.document) + len(self.inputs)
+        return len(self.document) + len(self.inputs.content)
 
 
 class ResponseStore:
@@ -57,11 +75,11 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._held)
 
-    def put(self, document: dict[str, Any], inputs: list[dict[str, Any]], owner: Account) -> None:
+    def put(self, document: dict[str, Any], inputs: StoredInput, owner: Account) -> None:
         """Store a response, or replace it. The least recently used ones are removed if there are too many."""
         name = document["id"]
-        ids = [item["id"] for item in [*inputs, *document["output"]]]
-        held = StoredResponse(to_bytes(document), to_bytes({"items": inputs}), owner, document[PREVIOUS], ids)
+        ids = [*inputs.ids, *(item["id"] for item in document["output"])]
+        held = StoredResponse(to_bytes(document), inputs, owner, document[PREVIOUS], ids)
         with self._lock:
             self.remove(name)
             self._held[name] = held
@@ -87,7 +105,7 @@ class ResponseStore:
         """Replace a response and keep its input. Does nothing if it was removed in the meantime."""
         held = self._held.get(document["id"])
         if held is not None:
-            self.put(document, _items(held), held.owner)
+            self.put(document, held.inputs, held.owner)
 
     def cancel(self, name: str) -> Task[None] | None:
         """Cancel the task that answers a background response. Return the task, None if it has ended."""
@@ -109,7 +127,7 @@ class ResponseStore:
 
     def inputs(self, name: str, owner: Account) -> list[dict[str, Any]]:
         """Return the items of a response's own input. Raises `Refusal` if it is not stored."""
-        return _items(self._find(name, owner))
+        return self._find(name, owner).inputs.items
 
     def conversation(self, name: str, owner: Account) -> list[dict[str, Any]]:
         """Return the items of a response and of all responses before it: their inputs and outputs in order.
@@ -129,7 +147,7 @@ class ResponseStore:
                 raise bad_field(PREVIOUS, f"cannot continue {name!r}: its answer is not complete")
             chain.append(held)
             at = held.previous
-        return [item for held in reversed(chain) for item in [*_items(held), *json.loads(held.document)["output"]]]
+        return [item for held in reversed(chain) for item in [*held.inputs.items, *json.loads(held.document)["output"]]]
 
     def item(self, name: str, owner: Account) -> dict[str, Any] | None:
         """Return the item with an id, None if it is not stored."""
@@ -139,7 +157,7 @@ class ResponseStore:
             return None
         outputs = json.loads(held.document)["output"]
         found = next((item for item in outputs if item["id"] == name), None)
-        return found or next(item for item in _items(held) if item["id"] == name)
+        return found or next(item for item in held.inputs.items if item["id"] == name)
 
     def _touch(self, name: str, owner: Account) -> StoredResponse | None:
         """Return a response, which is now the most recently used one; None if it is not stored."""
@@ -155,8 +173,3 @@ class ResponseStore:
         if held is None:
             raise Refusal(404, f"no response {name!r} is stored", "response_id", "response_not_found")
         return held
-
-
-def _items(held: StoredResponse) -> list[dict[str, Any]]:
-    items: list[dict[str, Any]] = json.loads(held.inputs)["items"]
-    return items

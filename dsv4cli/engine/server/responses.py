@@ -2,11 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from traceback import format_exception
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -25,13 +24,22 @@ from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
 from dsv4cli.errors import Dsv4Error
 
+# in a body that refers to a stored response or item
+REFERENCES = (b"previous_response_id", b'"id"')
+T = TypeVar("T")
 # fields of a response that are null until there is something to say
 EMPTY = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
 
 
+async def _read(http: HttpRequest, read: Callable[[dict[str, Any], Service, Account], T]) -> T:
+    """Return the result of `read` for the body of a request, with the account whose responses it may refer to."""
+    owner = account_of(http)
+    return await read_body(http, lambda body, service: read(body, service, owner), references=REFERENCES)
+
+
 async def create_response(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    service, asked = service_of(http), await read_body(http, partial(read_response, owner=account_of(http)))
+    service, asked = service_of(http), await _read(http, read_response)
     requests = await asked.plan.requests(service)
     call = service.engine.call(requests, account_of(http))
     [choice] = choices_of(asked.plan, requests, service).values()
@@ -44,14 +52,14 @@ async def create_response(http: HttpRequest) -> Response:
 
 async def count_input(http: HttpRequest) -> Response:
     """POST /v1/responses/input_tokens."""
-    ids = await read_body(http, partial(response_ids, owner=account_of(http)))
+    ids = await _read(http, response_ids)
     return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
 
 def _start(reply: "ResponseReply", store: ResponseStore) -> dict[str, Any]:
     """Begin an answer in the background, and return the response as it is now."""
     document = reply.head("in_progress")
-    store.put(document, reply.asked.items, reply.owner)
+    store.put(document, reply.asked.inputs, reply.owner)
     task = asyncio.create_task(_finish(reply, store))
     store.tasks[reply.id] = task
     return document
@@ -152,7 +160,7 @@ class ResponseReply:
         }
         if self.asked.stored and self.service.responses is not None:
             store = self.service.responses
-            store.replace(document) if self.asked.background else store.put(document, self.asked.items, self.owner)
+            store.replace(document) if self.asked.background else store.put(document, self.asked.inputs, self.owner)
         return document
 
     @property

@@ -4,13 +4,13 @@ import pytest
 
 from dsv4cli.engine.server.accounts import ANYONE, Account
 from dsv4cli.engine.server.refusals import Refusal
-from dsv4cli.engine.server.response_store import ResponseStore
+from dsv4cli.engine.server.response_store import ResponseStore, StoredInput
 
 
 def put(store, name, previous=None, text="a", owner=ANYONE):
     inputs = [{"type": "message", "id": f"in_{name}", "role": "user", "content": text}]
     output = [{"type": "message", "id": f"out_{name}", "role": "assistant", "content": text}]
-    store.put({"id": name, "previous_response_id": previous, "output": output}, inputs, owner)
+    store.put({"id": name, "previous_response_id": previous, "output": output}, StoredInput.of(inputs), owner)
 
 
 def ids(items):
@@ -63,7 +63,7 @@ def test_an_item_of_another_response_is_not_taken_over():
     store = ResponseStore()
     put(store, "a")
     output = [{"type": "message", "id": "out_a", "role": "assistant", "content": "other"}]
-    store.put({"id": "b", "previous_response_id": None, "output": output}, [], ANYONE)
+    store.put({"id": "b", "previous_response_id": None, "output": output}, StoredInput.of([]), ANYONE)
     assert store.item("out_a", ANYONE)["content"] == "a"
 
 

@@ -1,5 +1,6 @@
 """POST /v1/responses over the wire: items, events and their order, tools, what is obeyed and what is refused."""
 
+import asyncio
 import json
 import threading
 
@@ -160,6 +161,22 @@ def test_a_response_continues_another(says):
     answered(server, third, instructions="Be short.", previous_response_id=first["id"])
     assert server.engine.prompts[-1].startswith("<｜begin▁of▁sentence｜>Be short.<｜User｜>Say one.")
     assert "Two.<｜end▁of▁sentence｜><｜User｜>Again." in server.engine.prompts[-1]
+
+
+def test_a_stored_conversation_is_encoded_in_a_thread(says, monkeypatch):
+    """It can be long, however short the body is that refers to it."""
+    server, run, threaded = says("Yes."), asyncio.to_thread, []
+
+    async def noting(work):
+        threaded.append(work)
+        return await run(work)
+
+    first = answered(server, "a")
+    monkeypatch.setattr(asyncio, "to_thread", noting)
+    answered(server, "b")
+    assert not threaded
+    answered(server, "b", previous_response_id=first["id"])
+    assert len(threaded) == 1
 
 
 def test_stored_responses_are_read_listed_and_deleted(says):
