@@ -124,7 +124,9 @@ class ChatServer:
             self.count_after.wait()
             self._tokenize(handler, body)
             return
-        assert handler.path == "/v1/chat/completions"
+        if handler.path != "/v1/chat/completions":
+            _send_json(handler, 404, {"detail": "Not Found"})
+            return
         self.bodies.append(body)
         says = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         if says.status != 200:

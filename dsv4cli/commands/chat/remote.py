@@ -90,13 +90,21 @@ class ServerModels:
             raise UsageError(f"{self.url} has no model {name!r}", f"use one of {', '.join(names)}")
 
 
-def check_options(context: typer.Context) -> None:
-    """Raise UsageError for options of loading and computing a model: with --url, they are set on the server."""
+def check_options(context: typer.Context, more: tuple[str, ...] = ()) -> None:
+    """Raise UsageError for options of loading and computing a model: with --url, they are set on the server.
+
+    Args:
+        more: names of further parameters that a server does not support.
+    """
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name in LOCAL and source is not None and source.name == "COMMANDLINE":
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        if name in LOCAL:
             raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "set it on the server")
+        if name in more:
+            raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "use a model on this machine")
 
 
 def check_no_key(file: Path | None) -> None:

@@ -17,9 +17,19 @@ from dsv4cli.commands.eval.asking import (
     questions_of,
     stored_results,
 )
+from dsv4cli.commands.eval.remote import RemoteEval
 from dsv4cli.commands.eval.report import report
 from dsv4cli.commands.job import Job, open_job, report_lookalikes
 from dsv4cli.commands.run.ranks import Work, in_ranks
+from dsv4cli.commands.server_options import (
+    CONCURRENCY,
+    AnswerConcurrencyOpt,
+    AnswerKeyOpt,
+    AnswerUrlOpt,
+    ServerChoice,
+    check_server,
+    open_server,
+)
 from dsv4cli.errors import UsageError
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TpOpt, takes_model_options
@@ -62,6 +72,7 @@ EVAL_EXAMPLES = (
     "dsv4 eval",
     "dsv4 eval gsm8k_test.jsonl --model flash --out gsm8k.jsonl",
     "dsv4 eval gsm8k_test.jsonl --model OUT --against gsm8k.jsonl",
+    "dsv4 eval gsm8k_test.jsonl --url http://localhost:8000 --out gsm8k.jsonl",
     "dsv4 eval flash/manifest.tsv --model OUT --against flash-0731",
 )
 
@@ -76,6 +87,9 @@ def evaluate(
     limit: LimitOpt = None,
     choices: ChoicesOpt = None,
     tp: TpOpt = None,
+    url: AnswerUrlOpt = None,
+    api_key_file: AnswerKeyOpt = None,
+    concurrency: AnswerConcurrencyOpt = CONCURRENCY,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
@@ -89,15 +103,26 @@ def evaluate(
 
     check_device(options.device)
     options = replace(options, seed=options.seed or 0)  # the same command samples the same answers
-    job = open_job(Output(context.obj.colours, as_json, quiet), options)
     by_answer = (options.think != "off") if choices is None else choices == "answer"
-    given = EvalOptions(file, limit, by_answer, out)
-    if against is None or is_results(Path(against)):
-        found = _one(job, given, against, tp, context.obj.torchrun)
+    given, printed = EvalOptions(file, limit, by_answer, out), Output(context.obj.colours, as_json, quiet)
+    stored = against is None or is_results(Path(against))
+    found: tuple[ModelResults, ModelResults | None] | None
+    if check_server(context, choice := ServerChoice(url, api_key_file, concurrency)):
+        if not stored:
+            raise UsageError(
+                "--against with a second model does not work with --url",
+                "evaluate each model with --out, and compare with --against FILE.jsonl",
+            )
+        server = open_server(context, printed, choice, options)
+        found = RemoteEval(printed, server, options, concurrency).results(given, against)
+    elif stored:
+        found = _one(open_job(printed, options), given, against, tp, context.obj.torchrun)
     else:
+        assert against is not None
+        job = open_job(printed, options)
         found = _both(job, replace(options, model=against), given, tp, context.obj.torchrun)
     # None in a follower rank of torchrun
-    if found is not None and report(job, *found) == "worse":
+    if found is not None and report(printed, *found) == "worse":
         raise typer.Exit(3)
 
 

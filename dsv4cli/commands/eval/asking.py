@@ -12,7 +12,7 @@ from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
-from dsv4cli.output import counted
+from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.eval_request import EvalRequest
@@ -150,7 +150,7 @@ def _eval_requests(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalReq
 def ask_all(job: Job, asking: Asking) -> None:
     """Ask the questions that have no result yet, and pass on all results."""
     results, clock = asking.results, Clock()
-    with _sink(job, asking) as (known, take):
+    with results_sink(job.out, asking.out, asking.results.header, len(asking.requests)) as (known, take):
         missing = [one for one in asking.requests if one.index not in known]
         results.asked = len(missing)
         if missing:
@@ -195,20 +195,27 @@ def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) 
 
 
 @contextmanager
-def _sink(job: Job, asking: Asking) -> "Iterator[tuple[dict[int, Outcome], Callable[[Outcome], None]]]":
-    """Yield the existing results by index, and a function that stores a new one."""
-    if asking.out is None:
+def results_sink(
+    out: Output, path: Path | None, header: dict[str, Any], total: int
+) -> "Iterator[tuple[dict[int, Outcome], Callable[[Outcome], None]]]":
+    """Yield the existing results by index, and a function that stores a new one.
+
+    Args:
+        path: the results file, if there is one.
+        total: number of questions.
+    """
+    if path is None:
         yield {}, lambda outcome: None
         return
     from dsv4cli.engine.evaluation.results import ResultsFile
 
-    file = ResultsFile(asking.out, asking.results.header)
+    file = ResultsFile(path, header)
     try:
         yield dict(file.outcomes), file.add
         file.order()
     except BaseException:
-        total = counted(len(asking.requests), "result")
-        job.out.status(f"{len(file.outcomes):,} of {total} are in {asking.out}; run the same command again to continue")
+        of = counted(total, "result")
+        out.status(f"{len(file.outcomes):,} of {of} are in {path}; run the same command again to continue")
         raise
     finally:
         file.close()

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dsv4cli.commands.eval.asking import ModelResults
-from dsv4cli.commands.job import Job
-from dsv4cli.output import counted, duration_text
+from dsv4cli.output import Output, counted, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.pairing import Pairing, PairingVerdict
@@ -17,7 +16,7 @@ HEADER = ["task", "items", "correct", "wrong", "cut", "score"]
 MOST_LISTED = 20
 
 
-def report(job: Job, results: ModelResults, others: ModelResults | None) -> "PairingVerdict | None":
+def report(out: Output, results: ModelResults, others: ModelResults | None) -> "PairingVerdict | None":
     """Print the results, and the comparison with the other model's, if any. Return the verdict of that comparison."""
     from dsv4cli.engine.evaluation.pairing import pair
     from dsv4cli.engine.evaluation.summary import by_task, summary_of
@@ -25,18 +24,18 @@ def report(job: Job, results: ModelResults, others: ModelResults | None) -> "Pai
     whole, tasks = summary_of(results.outcomes), by_task(results.outcomes)
     pairing = None if others is None else pair(results.outcomes, others.outcomes)
     rows = [_row(name or "other", one) for name, one in tasks.items()] if len(tasks) > 1 else []
-    job.out.table([HEADER, *rows, _row("all" if rows else results.questions.name, whole)], numbers=True)
+    out.table([HEADER, *rows, _row("all" if rows else results.questions.name, whole)], numbers=True)
     for line in _remarks(whole):
-        job.out.line(line)
+        out.line(line)
     if pairing is not None and others is not None:
-        job.out.line()
+        out.line()
         for line in _against(results, others, pairing):
-            job.out.line(line)
-    _report_notes(job, results, whole)
+            out.line(line)
+    _report_notes(out, results, whole)
     found = _record(results, whole, tasks)
     if pairing is not None and others is not None:
         found |= {"against": {"model": others.header["model"]} | pairing.record()}
-    job.out.document(found)
+    out.document(found)
     return None if pairing is None else pairing.verdict
 
 
@@ -121,15 +120,15 @@ def _sentence(own: str, other: str, verdict: "PairingVerdict") -> str:
     }[verdict]
 
 
-def _report_notes(job: Job, results: ModelResults, whole: "ScoreSummary") -> None:
+def _report_notes(out: Output, results: ModelResults, whole: "ScoreSummary") -> None:
     notes = [one for one in results.outcomes if one.note]
     for one in notes[:MOST_LISTED]:
-        job.out.warning(f"{one.id}: {one.note}")
+        out.warning(f"{one.id}: {one.note}")
     if whole.rulings["cut"]:
-        job.out.hint("answers were cut off at their limit; raise --max-tokens or --max-context")
+        out.hint("answers were cut off at their limit; raise --max-tokens or --max-context")
     if results.asked:
         those = "" if results.asked == whole.items else "all "
-        job.out.status(
+        out.status(
             f"{counted(results.asked, 'question')} in {duration_text(results.seconds)}; "
             f"{counted(whole.tokens, 'token')} of {those}answers and texts, {whole.prompt_tokens:,} of {those}prompts"
         )

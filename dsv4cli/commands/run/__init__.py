@@ -13,6 +13,16 @@ from dsv4cli.commands.run.many import Source, answer_many, read_many, score_text
 from dsv4cli.commands.run.modes import Samples, answer_one, answer_samples, show_prompt
 from dsv4cli.commands.run.prompt import conversation
 from dsv4cli.commands.run.ranks import Work, in_ranks
+from dsv4cli.commands.run.remote import TOKEN_OPTIONS, RemoteRun
+from dsv4cli.commands.server_options import (
+    CONCURRENCY,
+    AnswerConcurrencyOpt,
+    AnswerKeyOpt,
+    AnswerUrlOpt,
+    ServerChoice,
+    check_server,
+    open_server,
+)
 from dsv4cli.errors import UsageError
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TpOpt, argument_text, takes_model_options
 from dsv4cli.output import Output
@@ -74,6 +84,7 @@ RUN_EXAMPLES = (
     'dsv4 run "What is 17 + 25?"',
     "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
     "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
+    "dsv4 run --url http://localhost:8000 --prompts questions.jsonl --out answers.jsonl",
     "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
 )
 
@@ -94,6 +105,9 @@ def run(
     logprobs: LogprobsOpt = 0,
     tp: TpOpt = None,
     only_show: ShowPromptOpt = False,
+    url: AnswerUrlOpt = None,
+    api_key_file: AnswerKeyOpt = None,
+    concurrency: AnswerConcurrencyOpt = CONCURRENCY,
     as_json: JsonOpt = False,
     quiet: QuietOpt = False,
 ) -> None:
@@ -103,9 +117,14 @@ def run(
     nano, a small DeepSeek-V4 model that ships with dsv4.
     """
     torchrun: bool = context.obj.torchrun
-    compiler = None if only_show or torchrun else early_compiler(options)
-    job = open_job(Output(context.obj.colours, as_json, quiet), options, logprobs, compiler)
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
+    printed, choice = Output(context.obj.colours, as_json, quiet), ServerChoice(url, api_key_file, concurrency)
+    if check_server(context, choice, TOKEN_OPTIONS):
+        _check(given, options.device, only_show, as_json, logprobs)
+        _ask(RemoteRun(printed, open_server(context, printed, choice, options), concurrency), given)
+        return
+    compiler = None if only_show or torchrun else early_compiler(options)
+    job = open_job(printed, options, logprobs, compiler)
     _check(given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun)
     in_ranks(_without_drafts(job) if score else job, *ranks, lambda: _work(job, given, only_show))
@@ -140,12 +159,28 @@ def _work(job: Job, given: Inputs, only_show: bool) -> Work:
     if given.score is not None:
         return score_texts, read_scores(given.score)
     if given.prompts is not None:
-        lines = Source(given.prompts, given.system, given.samples, given.skip_bad, given.seed, given.out)
+        lines = _lines(given.prompts, given)
         return (show_prompts, lines) if only_show else (answer_many, read_many(job, lines))
     messages = conversation(given.prompt, given.files, given.messages, given.system)
     if given.samples > 1:
         return answer_samples, Samples(messages, given.samples)
     return show_prompt if only_show else answer_one, messages
+
+
+def _ask(remote: RemoteRun, given: Inputs) -> None:
+    """Let a server answer."""
+    if given.prompts is not None:
+        remote.answer_many(_lines(given.prompts, given))
+        return
+    messages = conversation(given.prompt, given.files, given.messages, given.system)
+    if given.samples > 1:
+        remote.answer_samples(messages, given.samples)
+    else:
+        remote.answer_one(messages)
+
+
+def _lines(path: Path, given: Inputs) -> Source:
+    return Source(path, given.system, given.samples, given.skip_bad, given.seed, given.out)
 
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:

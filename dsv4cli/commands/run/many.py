@@ -20,7 +20,6 @@ from dsv4cli.output import Output, ReaderGone, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer_file import AnswerFile, AnswerKey
-    from dsv4cli.engine.runtime.request import Request
     from dsv4cli.engine.settings import Sampling
     from dsv4cli.engine.text.inputs import BadLine, ScoreItem
     from dsv4cli.engine.text.questions import Question
@@ -31,12 +30,13 @@ class WantedAnswer(NamedTuple):
 
     Attributes:
         sample: Its number; None if the question has one answer.
+        request: the engine's `Request`, or a `RemoteRequest`; both have the `sampling`.
         digest: Hash of the prompt and the options.
     """
 
     question: "Question"
     sample: int | None
-    request: "Request"
+    request: Any
     digest: str
 
     @property
@@ -59,8 +59,8 @@ class AnswerBatch(NamedTuple):
     out: Path | None
 
 
-# accepts an answer and its record
-Take = Callable[[WantedAnswer, dict[str, Any]], None]
+# accepts an answer and its record, None if the answer is left out
+Take = Callable[[WantedAnswer, dict[str, Any] | None], None]
 
 
 class Source(NamedTuple):
@@ -87,9 +87,9 @@ def read_many(job: Job, source: Source) -> AnswerBatch:
         return AnswerBatch(answers, len(answers), job.sampling.seed, None)
     file = AnswerFile(source.out)
     try:
-        defaults = _seeded(file, source, questions, job.sampling)
+        defaults = seeded(file, source, questions, job.sampling)
         answers = _answers_of(job, source, questions, prompts, defaults)
-        return AnswerBatch(_missing(file, answers), len(answers), defaults.seed, source.out)
+        return AnswerBatch(missing_answers(file, answers), len(answers), defaults.seed, source.out)
     finally:
         file.close()
 
@@ -112,12 +112,12 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
         good.append(question)
         prompts.append(prompt.ids)
         lookalikes.update(dict.fromkeys(prompt.lookalikes))
-    _leave_out(job.out, source, bad, any_good=bool(good))
+    leave_out(job.out, source, bad, any_good=bool(good))
     report_lookalikes(job.out, list(lookalikes))
     return good, prompts
 
 
-def _leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: bool) -> None:
+def leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: bool) -> None:
     """Warn of each invalid line. Raises UsageError unless --skip-bad is set and some lines are valid."""
     from dsv4cli.engine.text.inputs import name_of, refuse
 
@@ -147,7 +147,7 @@ def _answers_of(
     return answers
 
 
-def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", defaults: "Sampling") -> "Sampling":
+def seeded(file: "AnswerFile", source: Source, questions: "list[Question]", defaults: "Sampling") -> "Sampling":
     """Return the default sampling. Without --seed, it has the seed that the answers in the file were sampled with."""
     from dsv4cli.engine.settings import MAX_SEED
     from dsv4cli.engine.text.questions import sample_of
@@ -160,7 +160,7 @@ def _seeded(file: "AnswerFile", source: Source, questions: "list[Question]", def
     return defaults.chosen(None, None, (file.records[known]["seed"] - offset) % (MAX_SEED + 1))
 
 
-def _missing(file: "AnswerFile", answers: list[WantedAnswer]) -> list[WantedAnswer]:
+def missing_answers(file: "AnswerFile", answers: list[WantedAnswer]) -> list[WantedAnswer]:
     """Return the answers that the file lacks. Raises UsageError if the file has answers to other prompts or options."""
     wanted = {one.key: one for one in answers}
     for key, record in file.records.items():
@@ -181,7 +181,7 @@ def answer_many(job: Job, many: AnswerBatch) -> None:
     gets each answer at once, and is sorted at the end.
     """
     clock, before = Clock(), many.total - len(many.answers)
-    with _sink(job, many) as take:
+    with answer_sink(job.out, many, writes=not _is_follower(job)) as take:
         if many.answers:
             _answer(job, many, clock, take)
     if not many.answers:
@@ -211,11 +211,15 @@ def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
                 tell()
 
 
+def _is_follower(job: Job) -> bool:
+    return job.process.world is not None and job.process.world.rank > 0
+
+
 @contextmanager
-def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
+def answer_sink(out: Output, many: AnswerBatch, *, writes: bool = True) -> Iterator[Take]:
     """Yield a function that accepts finished answers. None of them is lost if the block raises."""
     if many.out is None:
-        lines = InOrder(job.out, [one.key for one in many.answers])
+        lines = InOrder(out, [one.key for one in many.answers])
         try:
             yield lambda one, record: lines.add(one.key, record)
         except ReaderGone:
@@ -224,18 +228,18 @@ def _sink(job: Job, many: AnswerBatch) -> Iterator[Take]:
             lines.rest()
             raise
         return
-    if job.process.world is not None and job.process.world.rank:
+    if not writes:
         yield lambda one, record: None
         return
     from dsv4cli.engine.chat.answer_file import AnswerFile
 
     file = AnswerFile(many.out)
     try:
-        yield lambda one, record: file.add(record | {"request": one.digest})
+        yield lambda one, record: None if record is None else file.add(record | {"request": one.digest})
         file.order()
     except BaseException:
         there, verb = f"{len(file.records):,} of {counted(many.total, 'answer')}", "is" if many.total == 1 else "are"
-        job.out.status(f"{there} {verb} in {many.out}; run the same command again to continue")
+        out.status(f"{there} {verb} in {many.out}; run the same command again to continue")
         raise
     finally:
         file.close()
@@ -246,7 +250,7 @@ def show_prompts(job: Job, source: Source) -> None:
     from dsv4cli.engine.text.questions import read_questions
 
     questions, bad = read_questions(source.path, source.system)
-    _leave_out(job.out, source, bad, any_good=bool(questions))
+    leave_out(job.out, source, bad, any_good=bool(questions))
     for question in questions:
         prompt = job.dialogue.prompt(question.messages)
         report_lookalikes(job.out, prompt.lookalikes)

@@ -68,7 +68,7 @@ def answer_one(job: Job, messages: "list[Message]") -> None:
     from dsv4cli.engine.runtime.request import Request
 
     clock, request = Clock(), Request(prompt_ids(job, messages), job.sampling, job.limits)
-    answer = stream_answer(job, answers(job, [request], clock, job.out.compiling))
+    answer = stream_answer(job.out, answers(job, [request], clock, job.out.compiling))
     if answer.complaint:
         job.out.warning(answer.complaint)
     if answer.finish == "length":
@@ -106,7 +106,7 @@ def answer_samples(job: Job, samples: Samples) -> None:
             if shown:
                 job.out.line()
             job.out.status(f"answer {shown + 1} of {samples.wanted}, seed {requests[shown].sampling.seed}")
-            show_answer(job, done[shown])
+            show_answer(job.out, done[shown])
             shown += 1
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.reading import Reading
@@ -11,28 +11,30 @@ from dsv4cli.output import Output, counted
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer import Answer, Pieces
     from dsv4cli.engine.chat.answer_file import AnswerKey
+    from dsv4cli.engine.chat.remote_answer import RemoteAnswer
     from dsv4cli.engine.runtime.request import Request
 
+AnyAnswer = TypeVar("AnyAnswer", "Answer", "RemoteAnswer")
 # request number, its answer so far, and the text added by this step
 Steps = Iterator["tuple[int, Answer, Pieces]"]
 
 
-def show_answer(job: Job, answer: "Answer") -> None:
+def show_answer(out: Output, answer: "Answer | RemoteAnswer") -> None:
     """Print a finished answer."""
     record = answer.record()
-    job.out.reasoning(record["reasoning_content"])
-    job.out.end_line()
-    job.out.stream(record["content"])
-    job.out.end_line()
-    show_calls(job, record["tool_calls"])
+    out.reasoning(record["reasoning_content"])
+    out.end_line()
+    out.stream(record["content"])
+    out.end_line()
+    show_calls(out, record["tool_calls"])
     if answer.complaint:
-        job.out.warning(answer.complaint)
+        out.warning(answer.complaint)
 
 
-def show_calls(job: Job, calls: Sequence[dict[str, Any]]) -> None:
+def show_calls(out: Output, calls: Sequence[dict[str, Any]]) -> None:
     """Print tool calls, one per line."""
     for call in calls:
-        job.out.line(f"{call['function']['name']}({call['function']['arguments']})")
+        out.line(f"{call['function']['name']}({call['function']['arguments']})")
 
 
 def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> Steps:
@@ -48,7 +50,7 @@ def show_reading(out: Output, requests: "Sequence[Request]", steps: Steps) -> St
         reading.show(total, total)
 
 
-def stream_answer(job: Job, steps: Steps) -> "Answer":
+def stream_answer(out: Output, steps: "Iterator[tuple[int, AnyAnswer, Pieces]]") -> "AnyAnswer":
     """Print the text as it is generated, then the tool calls. Returns the answer.
 
     An error ends the open line. After Ctrl-C the caller at the boundary does so.
@@ -58,22 +60,22 @@ def stream_answer(job: Job, steps: Steps) -> "Answer":
         for _, answer, pieces in steps:  # noqa: B007 - the last value is used
             for kind, text in pieces:
                 if kind == "content":
-                    job.out.stream(text)
+                    out.stream(text)
                 elif kind == "reasoning":
-                    job.out.reasoning(text)
+                    out.reasoning(text)
                 else:
                     calls += text
         assert answer is not None
         tool_calls = answer.record()["tool_calls"]
         if not tool_calls:
-            job.out.stream(calls)  # cut off or malformed: print it as generated
+            out.stream(calls)  # cut off or malformed: print it as generated
     except KeyboardInterrupt:
         raise
     except BaseException:
-        job.out.end_line()
+        out.end_line()
         raise
-    job.out.end_line()
-    show_calls(job, tool_calls)
+    out.end_line()
+    show_calls(out, tool_calls)
     return answer
 
 
@@ -95,17 +97,22 @@ class InOrder:
 
     out: Output
     keys: "Sequence[AnswerKey]"
-    waiting: "dict[AnswerKey, dict[str, Any]]" = field(default_factory=dict)
+    waiting: "dict[AnswerKey, dict[str, Any] | None]" = field(default_factory=dict)
     shown: int = 0
 
-    def add(self, key: "AnswerKey", record: dict[str, Any]) -> None:
-        """Add a record, and print every record that is next in order."""
+    def add(self, key: "AnswerKey", record: dict[str, Any] | None) -> None:
+        """Add a record, None if there will be none, and print every record that is next in order."""
         self.waiting[key] = record
         while self.shown < len(self.keys) and self.keys[self.shown] in self.waiting:
-            self.out.record(self.waiting.pop(self.keys[self.shown]))
+            self._print(self.keys[self.shown])
             self.shown += 1
 
     def rest(self) -> None:
         """Print the records that still wait for earlier ones, in order."""
         for key in sorted(self.waiting):
-            self.out.record(self.waiting.pop(key))
+            self._print(key)
+
+    def _print(self, key: "AnswerKey") -> None:
+        record = self.waiting.pop(key)
+        if record is not None:
+            self.out.record(record)

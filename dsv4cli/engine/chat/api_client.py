@@ -16,6 +16,8 @@ LONGEST_WAIT = 10  # seconds to connect, and between two parts of a document; st
 # the most bytes of a document, or of a line of a stream
 LONGEST = 1 << 24
 DATA, DONE = b"data:", b"[DONE]"
+# statuses of a server without capacity, and of a proxy that cannot reach the server
+BUSY, UNREACHED = (429, 503), (502, 504)
 
 
 class NoAnswer(ServerError):
@@ -24,6 +26,24 @@ class NoAnswer(ServerError):
 
 class NoConnection(ServerError):
     """A server does not accept a connection."""
+
+
+class ConnectionLost(ServerError):
+    """A connection to a server broke off."""
+
+
+class ServerBusy(ServerError):
+    """A server has no capacity for a request.
+
+    Attributes:
+        wait: seconds after which the server wants a retry, None if it does not say.
+    """
+
+    wait: float | None = None
+
+
+class RequestRejected(ServerError):
+    """A server does not accept this request, but may accept others."""
 
 
 class StreamEnded(Exception):
@@ -63,9 +83,13 @@ class ApiClient:
         with self._response("GET", path, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a JSON document, and return the response document. Raises ServerError."""
-        with self._response("POST", path, body, wait=LONGEST_WAIT) as response:
+    def post(self, path: str, body: Mapping[str, Any], wait: float | None = LONGEST_WAIT) -> dict[str, Any]:
+        """Send a JSON document, and return the response document. Raises ServerError.
+
+        Args:
+            wait: the most seconds between two parts of the response, None for no limit.
+        """
+        with self._response("POST", path, body, wait) as response:
             return self._document(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:
@@ -201,7 +225,8 @@ class ApiClient:
 
     def _unreachable(self, error: Exception, kind: type[ServerError] = ServerError) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        kind = NoAnswer if isinstance(error, TimeoutError) and kind is ServerError else kind
+        if kind is ServerError:
+            kind = NoAnswer if isinstance(error, TimeoutError) else ConnectionLost
         return kind(f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL")
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:
@@ -209,17 +234,20 @@ class ApiClient:
         if status == 401:
             what = "rejects this API key" if self._key else "requires an API key"
             return ServerError(f"{self.url} {what}", "write the key to a file, and pass it with --api-key-file")
-        if status in (429, 503):
+        if status in BUSY:
             wait = response.headers.get("Retry-After", "")
             when = f"in {wait} s" if wait.isdecimal() else "in a moment"
-            return ServerError(f"{self.url} is busy: {said}", f"try again {when}")
+            busy = ServerBusy(f"{self.url} is busy: {said}", f"try again {when}")
+            busy.wait = float(wait) if wait.isdecimal() else None
+            return busy
         if status in range(300, 400):
             return ServerError(f"{self.url} redirects to {response.headers.get('Location', 'nowhere')}", "use that URL")
         if status == 404:
             return ServerError(f"{self.url} has no {path}: {said}", "use the URL of a server with OpenAI's API")
         if status >= 500:
-            return ServerError(f"{self.url} has failed ({status}): {said}", "see the server's log")
-        return ServerError(
+            kind = ServerBusy if status in UNREACHED else ServerError
+            return kind(f"{self.url} has failed ({status}): {said}", "see the server's log")
+        return RequestRejected(
             f"{self.url} rejects the request ({status}): {said}", "change the request, or use another server"
         )
 

@@ -41,6 +41,10 @@ class RemoteSampling(Sampling):
         return replace(super().chosen(temperature, top_p, seed, more), given=given)
 
 
+class AnswerFailed(ServerError):
+    """A server reports an error in place of the rest of an answer."""
+
+
 Reply = Generator[tuple[RemoteAnswer, Pieces], None, None]
 
 
@@ -158,12 +162,7 @@ class RemoteConversation:
             ServerError: raised while the answer is generated; AnswerLost if a part of it has arrived.
         """
         self.forget()
-        body = self._asked(messages) | {"stream": True, "stream_options": {"include_usage": True}}
-        body |= {"max_tokens": self.limits.max_tokens, "seed": sampling.seed}
-        given = sampling.given if isinstance(sampling, RemoteSampling) else {"temperature", "top_p"}
-        body |= {name: getattr(sampling, name) for name in given}
-        if self.limits.stops:
-            body["stop"] = list(self.limits.stops)
+        body = self.body(messages, sampling, self.limits)
         if think_budget is not None and self._level != "off":
             self._check_budget()
             body["thinking"] = {"type": "enabled", "budget_tokens": think_budget}
@@ -171,6 +170,20 @@ class RemoteConversation:
         self._stopping = False
         self._reply = self._turn(body)
         return self._reply
+
+    def body(
+        self, messages: Sequence[Message], sampling: Sampling, limits: Limits, level: str | None = None
+    ) -> dict[str, Any]:
+        """Return the request for a streamed answer.
+
+        Args:
+            level: the thinking level; None for the conversation's.
+        """
+        body = self._asked(messages, level) | {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": limits.max_tokens, "seed": sampling.seed}
+        given = sampling.given if isinstance(sampling, RemoteSampling) else {"temperature", "top_p"}
+        body |= {name: getattr(sampling, name) for name in sorted(given)}
+        return body | ({"stop": list(limits.stops)} if limits.stops else {})
 
     def stop(self) -> None:
         """End the running reply from any thread: the connection is closed, and the answer has no `finish`."""
@@ -187,10 +200,11 @@ class RemoteConversation:
         if self._models[self.model].get("owned_by") != OURS:
             raise UsageError(f"{self.client.url} is not dsv4 serve, and has no thinking budget", "omit --think-budget")
 
-    def _asked(self, messages: Sequence[Message]) -> dict[str, Any]:
+    def _asked(self, messages: Sequence[Message], level: str | None = None) -> dict[str, Any]:
         """Return the request in OpenAI's format, with the thinking level in the fields that such servers read."""
         plain, tools = without_tools(messages)
-        thinks = {"reasoning_effort": EFFORTS[self._level], "chat_template_kwargs": {"thinking": self._level != "off"}}
+        level = level or self._level
+        thinks = {"reasoning_effort": EFFORTS[level], "chat_template_kwargs": {"thinking": level != "off"}}
         return {"model": self.model, "messages": plain} | ({"tools": tools} if tools else {}) | thinks
 
     def _tokenized(self, body: dict[str, Any], name: str) -> object:
@@ -216,7 +230,7 @@ class RemoteConversation:
                 for event in events:
                     if self._stopping:
                         break
-                    pieces = self._taken(answer, event)
+                    pieces = push_event(self.client, answer, event)
                     self.breakable = self.breakable and not answer.sampled
                     yield answer, pieces
             if not self._stopping:
@@ -231,20 +245,22 @@ class RemoteConversation:
         self.prefilled = answer.prompt_tokens - answer.cached
         yield answer, []
 
-    def _taken(self, answer: RemoteAnswer, event: dict[str, Any]) -> Pieces:
-        if event.get("error"):
-            said = event["error"]
-            reason = said.get("message") if isinstance(said, dict) else said
-            raise ServerError(f"{self.client.url} has failed: {reason}", "see the server's log")
-        try:
-            return answer.push(event)
-        except (TypeError, ValueError, LookupError, AttributeError):
-            raise self.client.other_format() from None
-
     def _lost(self, answer: RemoteAnswer, reason: str) -> ServerError:
         if not answer.sampled:
             return ServerError(f"{self.client.url}: {reason}", "try again; see also the server's log")
         return AnswerLost(f"{reason}: the part that arrived is kept", "/retry asks again")
+
+
+def push_event(client: ApiClient, answer: RemoteAnswer, event: dict[str, Any]) -> Pieces:
+    """Add an event of a client's stream to an answer, and return its text by kind. Raises ServerError."""
+    if event.get("error"):
+        said = event["error"]
+        reason = said.get("message") if isinstance(said, dict) else said
+        raise AnswerFailed(f"{client.url} has failed: {reason}", "see the server's log")
+    try:
+        return answer.push(event)
+    except (TypeError, ValueError, LookupError, AttributeError):
+        raise client.other_format() from None
 
 
 def _models(client: ApiClient) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ class RemoteAnswer:
     prompt_tokens: int = 0
     cached: int = 0
     closed: Closed = ""
+    complaint: str = ""
     prepared: bool = False
     _content: str = ""
     _reasoning: str = ""
@@ -57,6 +58,14 @@ class RemoteAnswer:
         calls = [_sound_call(self._calls[index]) for index in sorted(self._calls)] if self.finish else []
         content, reasoning = _sound(self._content), _sound(self._reasoning)
         return {"role": "assistant", "content": content, "reasoning_content": reasoning, "tool_calls": calls}, []
+
+    def record(self) -> dict[str, Any]:
+        """Return the JSON form, as `Answer.record` does without `ids`, and the token counts."""
+        message, _ = self.message()
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.sampled}
+        usage["total_tokens"] = sum(usage.values())
+        del message["role"]
+        return {**message, "finish_reason": self.finish, "usage": usage}
 
     def _call(self, delta: dict[str, Any]) -> str:
         index = int(delta.get("index") or 0)

@@ -32,8 +32,18 @@ def weights_of(source: FolderSource | RandomSource) -> str:
 
 def header_of(source: FolderSource | RandomSource, asked: EvalSet, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the header line of a results file."""
+    return header_of_model(source.name, weights_of(source), asked, settings)
+
+
+def header_of_model(name: str, weights: str, asked: EvalSet, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header line of a results file.
+
+    Args:
+        name: the model's name.
+        weights: identifies the model when the file is continued.
+    """
     questions = {"questions": asked.name, "form": asked.form, "items": len(asked.items), "digest": asked.digest}
-    model = {"model": source.name, "weights": weights_of(source)}
+    model = {"model": name, "weights": weights}
     return {"schema": SCHEMA} | model | questions | {"settings": dict(settings)}
 
 
