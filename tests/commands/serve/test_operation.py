@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import urllib.request
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
@@ -52,14 +54,14 @@ class Server:
 
 
 @contextmanager
-def running(*arguments, **options):
+def running(*arguments, seconds=SECONDS, **options):
     """A server; it is killed at the end."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         [*SERVE, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         **options,
     )  # fmt: skip
-    killer = threading.Timer(SECONDS, process.kill)
+    killer = threading.Timer(seconds, process.kill)
     killer.start()
     try:
         url = process.stdout.readline().strip()
@@ -138,6 +140,49 @@ def test_a_terminal_that_is_closed_ends_a_server_with_keys(keys):
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
     finally:
         killer.cancel()
+
+
+def test_memory_is_flat_over_10_000_requests(keys):
+    """The process' own, with everything that operators set: keys, limits, request ids, JSON lines, origins."""
+    keys.write_text(f"{ALICE} name=alice requests=10000000 tokens=1000000000\n{BOB} requests=1\n")
+    paths = ("/v1/chat/completions", "/v1/messages", "/v1/completions", "/v1/responses", "/tokenize", "/none")
+    options = ("--api-key-file", str(keys), "--log-json", "--allow-origin", "https://app.example.com", "--no-store")
+
+    def memory(server):
+        status = Path(f"/proc/{server.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s*(\d+) kB", status)[1])
+
+    with running(*options, "--model", "random:tiny,layers=1", "--max-context", "256", seconds=3600) as server:
+
+        def ask(number):
+            words = f"{number} and more words, {number}"
+            messages = {"messages": [{"role": "user", "content": words}], "max_tokens": 1}
+            bodies = (messages, messages, {"prompt": words, "max_tokens": 1}, {"input": words, "max_output_tokens": 1})
+            place = number % len(paths)
+            body = {**bodies[place], "stream": number % 2 == 0} if place < len(bodies) else {"prompt": words}
+            headers = {"x-request-id": f"id-{number}", "origin": "https://app.example.com"}
+            try:
+                with server.ask(paths[place], body, BOB if number % 7 == 0 else ALICE, **headers) as response:
+                    if number % 11:
+                        response.read()
+                statuses.add(response.status)
+            except HTTPError as error:
+                statuses.add(error.code)
+                error.close()
+
+        measured, statuses = [], set()
+        with ThreadPoolExecutor(8) as pool:
+            for first in range(0, 11_000, 1_000):
+                list(pool.map(ask, range(first, first + 1_000)))
+                server.ask("/metrics").close()
+                measured.append(memory(server))
+        sys.stderr.write(f"resident memory in kB after each 1,000 requests: {measured}\n")
+        # over 10,000 requests, with what the prefix cache takes as it fills: 12,300 kB were seen
+        assert measured[-1] - measured[0] < 20_000, measured
+        assert statuses == {200, 404, 429}
+        assert comes(lambda: len(server.lines) > 11_000)
+        for line in server.lines:
+            assert "time" in json.loads(line)
 
 
 def test_under_nohup_sighup_reads_keys(keys):

@@ -84,11 +84,13 @@ def test_followers_rest_where_a_step_fails_after_it_was_computed(monkeypatch, pa
 def test_a_follower_has_the_request_that_was_described():
     limits = Limits(max_tokens=9, max_context=90, prefill_chunk=7)
     sampling = Sampling(0.7, 0.9, 5, logit_bias=((3, 1.5),))
-    request = Request([1, 2, 3], sampling, limits, keep=(2,), scored=True, number=4, end=12)
+    own = {"keep": (2,), "scored": True, "cache_scope": "alice"}
+    request = Request([1, 2, 3], sampling, limits, number=4, end=12, **own)
     follower = Follower(model_of("mtp"), "cpu")
     follower.carry_out([("begin", {}), ("add", json.loads(json.dumps(described(request))))])
     [own] = follower.runner.scheduler.active
     assert (own.number, own.prompt, own.end, [*own.keep], own.scored) == (4, [1, 2, 3], 12, [2], True)
+    assert own.cache_scope == "alice"
     assert (own.limits.prefill_chunk, own.limits.max_context) == (7, 90)
     assert (own.sampling.temperature, own.sampling.top_p, own.sampling.seed) == (0.7, 0.9, 5)
     assert [(token, bias) for token, bias in own.sampling.logit_bias] == [(3, 1.5)]
