@@ -15,7 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from dsv4cli.kernels.launch import KINDS, Kernel
 
 # Gluon's names of the dtypes that descriptors support
-NAMES = {torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16"}
+NAMES = {
+    torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.int32: "int32",
+}  # fmt: skip
 
 
 def gluon_launched(function: Callable[..., Any] | None = None, **options: Any) -> Any:

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 DTYPES = {
     "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "fp32": torch.float32,
-    "bf16": torch.bfloat16, "uint8": torch.uint8,
+    "bf16": torch.bfloat16, "uint8": torch.uint8, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn,
 }  # fmt: skip
 # what shared memory holds before anything is stored, and what a load without `other` gives where it is masked
 POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in DTYPES.values()}
@@ -71,6 +71,8 @@ def _operation(function: Callable[..., Any], turned: bool = False) -> Callable[.
 
 class Values:
     """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values = values
@@ -150,6 +152,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.values.permute(*order))
 
+    def _reinterpret(self, dtype: Any, shape: list[int], _layout: Any) -> "Shared":
+        return Shared(self.values.view(DTYPES[dtype.name]).view(shape))
+
     def load(self, _layout: Any) -> Values:
         return Values(self.values.clone())
 
@@ -170,16 +175,17 @@ class Barriers(list["Barrier"]):
 
 
 class Barrier:
-    """As mbarrier in PTX: a phase ends when `count` have arrived."""
+    """As mbarrier in PTX: a phase ends when `count` have arrived, and all bytes that they expect."""
 
     def __init__(self) -> None:
-        self.condition, self.phase, self.count, self.pending = threading.Condition(), 0, 0, 0
+        self.condition, self.phase, self.count, self.pending, self.bytes = threading.Condition(), 0, 0, 0, 0
 
-    def arrive(self, count: int) -> None:
+    def arrive(self, count: int, more: int = 0) -> None:
+        """more: bytes that are expected, or negative if they have come."""
         with self.condition:
-            self.pending -= count
+            self.pending, self.bytes = self.pending - count, self.bytes + more
             assert self.pending >= 0, "more have arrived than were expected"
-            if not self.pending:
+            if not self.pending and not self.bytes:
                 self.phase, self.pending = self.phase + 1, self.count
                 self.condition.notify_all()
 
@@ -211,15 +217,16 @@ class Language:
     def full(self, shape: list[int], value: Any, dtype: Any, layout: Any = None) -> Values:
         return Values(torch.full([int(size) for size in shape], value, dtype=DTYPES[dtype.name]))
 
-    def load(self, pointers: Pointers, mask: Any = None, other: Any = None) -> Any:
+    def load(self, pointers: Pointers, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
         places = torch.as_tensor(pointers.places)
         inside = torch.as_tensor(True if mask is None else raw(mask)).expand(places.shape)
         found = torch.full(places.shape, POISON[pointers.memory.dtype] if other is None else other)
         found = found.to(pointers.memory.dtype).masked_scatter(inside, pointers.memory[places[inside]])
         return Values(found) if found.ndim else Scalar(found.item())
 
-    def store(self, pointers: Pointers, values: Values, mask: Values) -> None:
-        inside = mask.values.expand(pointers.places.shape)
+    def store(self, pointers: Pointers, values: Values, mask: Values | None = None) -> None:
+        inside = torch.tensor(True) if mask is None else mask.values
+        inside = inside.expand(pointers.places.shape)
         pointers.memory[pointers.places[inside]] = values.values[inside]
 
     def atomic_add(self, pointers: Pointers, more: int, sem: str) -> Scalar:
@@ -238,11 +245,25 @@ class Language:
         found = torch.where(condition.values, raw(one), raw(other))
         return Values(found.to(given[0].dtype if given else torch.int32))
 
-    def maximum(self, one: Values, other: int) -> Values:
-        return Values(one.values.clamp(min=other))
+    def maximum(self, one: Any, other: Any) -> Any:
+        return Values(one.values.clamp(min=other)) if isinstance(one, Values) else Scalar(max(one, other))
 
-    def max(self, values: Values, _axis: int) -> Scalar:
-        return Scalar(values.values.max().item())
+    def minimum(self, one: int, other: int) -> Scalar:
+        return Scalar(min(one, other))
+
+    def max(self, values: Values, axis: int) -> Any:
+        largest = values.values.amax(axis)
+        return Values(largest) if largest.ndim else Scalar(largest.item())
+
+    def abs(self, values: Values) -> Values:
+        return Values(values.values.abs())
+
+    def inline_asm_elementwise(self, text: str, _constraints: str, given: list[Values], **options: Any) -> Any:
+        """Run PTX of bitwise instructions on words; an instruction without operands does nothing."""
+        if not given:
+            return None
+        words = given[0].values.view(torch.int32)
+        return [Values(word.view(torch.int8)) for word in _executed(text, words, len(options["dtype"]))]
 
     def exp(self, values: Values) -> Values:
         return Values(values.values.exp())
@@ -289,6 +310,32 @@ class Language:
             raise error
 
 
+class Descriptor:
+    """A matrix in memory, read in blocks of this shape."""
+
+    layout = None
+
+    def __init__(self, matrix: torch.Tensor, block: tuple[int, int]) -> None:
+        self.matrix, self.block = matrix, block
+
+
+BITWISE = {"and": operator.and_, "or": operator.or_, "shl": operator.lshift}
+
+
+def _executed(text: str, words: torch.Tensor, results: int) -> list[torch.Tensor]:
+    """What the instructions leave in operands $0 to $results - 1; the next operand is `words`, int32."""
+    # 64 bits, so that a right shift is one of unsigned words
+    held = {f"${results}": words.long() & 0xFFFFFFFF}
+    for line in text.strip("{} \n").replace(".reg .b32 t, u;", "").split(";"):
+        if line.strip():
+            name, to, *names = line.replace(",", " ").split()
+            left, right = (held[one] if one in held else int(one, 0) for one in names)
+            done = left >> right if name.startswith("shr") else BITWISE[name.split(".")[0]](left, right)
+            held[to] = done & 0xFFFFFFFF
+    found = [held[f"${number}"] for number in range(results)]
+    return [torch.where(one >= 1 << 31, one - (1 << 32), one).int() for one in found]
+
+
 def _begin(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
@@ -297,8 +344,16 @@ def _copy(shared: Shared, pointers: Pointers, mask: Values | None = None) -> Non
     shared.store(Language(0, 1).load(pointers, mask, 0))
 
 
-def _products(left: Values, right: Shared, sums: Values, is_async: bool) -> Values:
-    return Values(sums.values + left.values.float() @ right.values.float())
+def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shared: Shared) -> None:
+    (row, column), (rows, columns) = place, source.block
+    block = source.matrix[row : row + rows, column : column + columns]
+    shared.store(Values(block))
+    barrier.arrive(0, -block.numel() * block.element_size())
+
+
+def _products(left: Values, right: Shared, sums: Values, use_acc: bool = True, **_options: Any) -> Values:
+    product = left.values.float() @ right.values.float()
+    return Values(sums.values + product if use_acc else product)
 
 
 MBARRIER = SimpleNamespace(
@@ -306,12 +361,14 @@ MBARRIER = SimpleNamespace(
     init=_begin,
     wait=lambda barrier, parity, pred=True: barrier.wait(int(parity)) if pred else None,
     arrive=lambda barrier, count: barrier.arrive(count),
+    expect=lambda barrier, more: barrier.arrive(1, more),
 )
 # a copy is told of by each of the 128 threads that make it
 COPY = SimpleNamespace(
     async_copy_global_to_shared=_copy, mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(128)
 )
+TMA = SimpleNamespace(async_copy_global_to_shared=_described_copy)
 REPLACED = [
-    (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.warpgroup_mma, _products),
+    (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.tma, TMA), (hopper.warpgroup_mma, _products),
     (hopper.warpgroup_mma_wait, lambda _pending, deps: deps),
 ]  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from dsv4cli.commands.trace.side import manifest_for
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.settings import Limits
+from dsv4cli.engine.tracing.feed import Jitter
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.observer import Watched
 from dsv4cli.engine.tracing.record import sums_shortly
@@ -16,15 +17,19 @@ from dsv4cli.engine.tracing.short_sums import ShortSums, short_sums_between
 from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.kernels import card
 from dsv4cli.kernels.block_scale.ref import dequantise
+from dsv4cli.kernels.experts import ref as experts
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import SHORT_SUM
 from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.rows import ROWS_ALIKE
 from tests.engine.model.test_mutations import MUTATIONS, ROUNDING_MUTATIONS
+from tests.kernels.test_experts_many_tokens import fp4, routed, stacked
 from tests.support import tracing
 from tests.support.slow import slow_rows
 
 NET, PROMPT = "tiny-flash", 133
+# error of a product of FP8 experts, relative to its norm (H200)
+FP8_EXPERTS_ERROR = 2.3e-5
 CUDA = torch.device("cuda")
 MANIFEST = TraceManifest("m", (), (0, 2), 2, (0, 4), 64, 4, "bfloat16", simulate=True)
 
@@ -184,3 +189,23 @@ def test_a_manifest_says_so_of_triton_only(kernels, short_sums):
     )  # fmt: skip
     with card.described(card.CARDS["h200"]):
         assert manifest_for(job, [tracing.text(9)], {}).short_sums == short_sums
+
+
+def test_rounded_inputs_move_experts_more_than_short_sums(monkeypatch):
+    """So the noise of a twin, whose streams are rounded once more, also covers experts on FP8 tensor cores."""
+    x, weights = torch.randn(24, 512).bfloat16(), stacked(fp4, 6, 512, 512)
+    given = (weights, *routed(24, 6, 3), 7.0, True)
+    right = experts.routed_experts(x, *given)
+
+    def distance(other):
+        return (other - right).norm() / right.norm()
+
+    rounded = distance(experts.routed_experts(Jitter(2**-9)(x), *given))
+
+    def linear(x, matrix):
+        y = x.float() @ dequantise(*matrix[:2]).float().T
+        return (y + FP8_EXPERTS_ERROR * y.norm(dim=-1, keepdim=True) / y.shape[-1] ** 0.5 * torch.randn(y.shape)).to(x)
+
+    monkeypatch.setattr(gemm, "linear", linear)
+    short = distance(experts.routed_experts(x, *given))
+    assert 0 < 2 * short < rounded

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
-from dsv4cli.kernels.experts.kernel import few_tokens, many_tokens
+from dsv4cli.kernels.experts.kernel import few_tokens, fp8_hopper, many_tokens
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import kernel as gemm
@@ -35,10 +35,11 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
+    chosen = experts.contiguous(), routing.contiguous()
+    if fp8_hopper.suits(x, weights, experts.numel(), round_inputs):
+        return fp8_hopper.mixture(rows(x), weights, None, *chosen, limit, torch.float32)
     if _takes_few(x, weights, ROUTED):
-        return few_tokens.routed_experts(
-            rows(x), weights, experts.contiguous(), routing.contiguous(), limit, round_inputs
-        )
+        return few_tokens.routed_experts(rows(x), weights, *chosen, limit, round_inputs)
     return many_tokens.routed_experts(x, weights, experts, routing, limit, round_inputs)
 
 
@@ -59,10 +60,17 @@ def mixture(
     round_inputs: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
+    chosen, round_routed = (experts.contiguous(), routing.contiguous()), round_inputs and weights.w1.scale is not None
+    if fp8_hopper.suits(x, weights, experts.numel(), round_routed):
+        if fp8_hopper.suits_shared(x, weights, shared):
+            return fp8_hopper.mixture(rows(x), weights, shared, *chosen, limit, dtype)
+        if _takes_few(x, shared, SHARED):
+            own = few_tokens.shared_expert(rows(x), weights, shared, limit, round_inputs)
+        else:
+            own = shared_expert(x, shared, limit, round_inputs)
+        return fp8_hopper.mixture(rows(x), weights, None, *chosen, limit, dtype, own)
     if _takes_few(x, weights, ROUTED) and _takes_few(x, shared, SHARED):
-        chosen = experts.contiguous(), routing.contiguous()
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)
-    round_routed = round_inputs and weights.w1.scale is not None
     if _takes_few(x, weights, ROUTED):
         routed = routed_experts(x, weights, experts, routing, limit, round_routed)
         # summed in fp32 and rounded in one launch

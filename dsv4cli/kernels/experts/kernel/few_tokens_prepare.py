@@ -102,7 +102,7 @@ def _place_pairs(
     row = tl.sum(expert, 1)
     if rows is not None:
         row = tl.load(rows + row)
-    tl.store(chunks + rank, _chunk(row, rank, size), inside)
+    tl.store(chunks + rank, packed_chunk(row, rank, size), inside)
 
 
 @triton.jit
@@ -142,13 +142,13 @@ def _list_chunks(
     if rows is not None:
         row = tl.load(rows + row)
     listed = tl.where(size > SMALL, among_large, among_small)
-    tl.store(chunks + listed, _chunk(row, rank, size), inside & (before % CHUNK == 0))
+    tl.store(chunks + listed, packed_chunk(row, rank, size), inside & (before % CHUNK == 0))
     nothing = tl.zeros((NUMBER,), tl.int64)
     tl.store(chunks + number, nothing, inside & (number >= tl.sum(large + small, 0)))
 
 
 @triton.jit
-def _chunk(row, begin, size):
+def packed_chunk(row, begin, size):
     """Pack a chunk into one word: the expert's row in the stacks, the first position, and the number of pairs."""
     return row.to(tl.int64) << 32 | begin.to(tl.int64) << 8 | size
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
+from dsv4cli.kernels.experts.kernel.few_tokens_prepare import packed_chunk
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 
 # pairs that a program counts and places; it compares each with all others (7 us for 64 tokens, 24 us for 4,096)
@@ -24,6 +25,9 @@ class Groups:
     row: torch.Tensor  # [tiles] the row of a tile's expert in the stacks
     start: torch.Tensor  # [tiles] its first position
     rows: torch.Tensor  # [tiles] its number of pairs, 0 for a tile that is not needed
+    # int64 [tiles] the same three in a word, as `few_tokens_prepare.chunk_parts` reads it, if a tile has < 256 pairs
+    words: torch.Tensor
+    count: torch.Tensor  # [1] the number of tiles with pairs, which come first
     turns: torch.Tensor  # [TURNS] zeros: counters for programs that take tiles in turn, one counter per launch
 
 
@@ -44,12 +48,15 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
         return torch.empty(shape, dtype=torch.int32, device=experts.device)
 
     zeros, counts = ints(TURNS + tiles), ints(chunks, bins)
-    groups = Groups(ints(pairs), ints(pairs), ints(tiles), ints(tiles), zeros[TURNS:], zeros[:TURNS])
+    words = torch.empty(tiles, dtype=torch.int64, device=experts.device)
+    groups = Groups(
+        ints(pairs), ints(pairs), ints(tiles), ints(tiles), zeros[TURNS:], words, ints(1), zeros[:TURNS]
+    )  # fmt: skip
     given = experts.contiguous()
     _count[(max(chunks, cdiv(len(zeros), CHUNK)),)](given, counts, zeros, pairs, len(zeros), bins, CHUNK)
     _place[(chunks,)](
-        given, rows, counts, groups.order, groups.position, groups.row, groups.start, groups.rows, pairs, chunks,
-        bins, CHUNK, ROWS, size, num_warps=8,
+        given, rows, counts, groups.order, groups.position, groups.row, groups.start, groups.rows,
+        groups.words, groups.count, pairs, chunks, bins, CHUNK, ROWS, size, num_warps=8,
     )  # fmt: skip
     return groups
 
@@ -83,6 +90,8 @@ def _place(
     tile_row,  # [tiles], and the two below
     tile_start,
     tile_rows,
+    tile_words,  # int64
+    count,  # [1] the number of tiles with pairs
     pairs,
     chunks,
     BINS: tl.constexpr,
@@ -116,4 +125,7 @@ def _place(
     own = expert if stacked is None else tl.load(stacked + expert, first, other=0).to(tl.int32)
     tl.store(tile_row + tile, own, first)
     tl.store(tile_start + tile, position, first)
-    tl.store(tile_rows + tile, tl.minimum(tl.gather(total, expert, 0) - rank, SIZE), first)
+    size = tl.minimum(tl.gather(total, expert, 0) - rank, SIZE)
+    tl.store(tile_rows + tile, size, first)
+    tl.store(tile_words + tile, packed_chunk(own, position, size), first)
+    tl.store(count, tl.sum(tiles), chunk == 0)

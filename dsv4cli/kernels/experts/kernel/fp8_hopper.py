@@ -1,0 +1,246 @@
+"""Selects the experts for `fp8_wgmma`, which needs Gluon and is imported only when used, and launches them.
+
+Launches of few tokens: inputs are rounded and pairs sorted in one, then w1 and w3, w2, and the sum over experts.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from dsv4cli.kernels.card import HOPPER_SHARED, multiprocessors
+from dsv4cli.kernels.experts.kernel import few_tokens_gemm, fp8_inputs, hopper
+from dsv4cli.kernels.experts.kernel.sort_by_expert import group
+from dsv4cli.kernels.launch import cdiv, next_power_of_2, takes_gluon
+from dsv4cli.kernels.pdl import overlap
+from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from dsv4cli.kernels.experts import ExpertWeights
+
+# fewest tokens, and most pairs per expert, for which `fp8_wgmma` is faster; most pairs per expert for chunks of NARROW
+LEAST, MOST, SHORT = 2, hopper.LEAST, 5
+# most tokens whose pairs are sorted by the launch that rounds inputs
+FEW = 64
+# most tokens of the shared expert. In the same launches, and in launches of its own before them, all experts take
+# 297 us and 303 us for 16 tokens, 740 us and 684 us for 64 (H200, 6 of 256; routed experts alone 273 us and 633 us)
+OWN = 16
+# tokens of a chunk
+NARROW, WIDE = 8, 16
+# bytes of a stage, most stages, columns of which widths are multiples, and bytes of shared memory for everything else
+STAGE, SLOTS, COLUMNS, REST = 128 * (256 + 16), 4, 512, 1 << 10
+# counters of batches, one per launch
+TURNS = 2
+# columns of a token that a program of `add` sums
+SUMMED = 512
+
+
+class ChunkedPairs(NamedTuple):
+    """A call's pairs, cut into chunks, and what `fp8_inputs` prepares for them.
+
+    Attributes:
+        tokens: most pairs in a chunk.
+        own: tokens of the shared expert, whose chunks come first, or 0.
+        place: int32 [pairs], the position of each pair, by expert.
+        words, count: int64 [..] and int32 [1]: chunks of routed experts, and how many there are.
+        inputs, scales, factors, counters, turns: see the parameters of `fp8_inputs.prepare`.
+    """
+
+    tokens: int
+    own: int
+    place: torch.Tensor
+    words: torch.Tensor
+    count: torch.Tensor
+    inputs: torch.Tensor
+    scales: torch.Tensor
+    factors: torch.Tensor
+    counters: torch.Tensor
+    turns: torch.Tensor
+
+
+def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, round_inputs: bool) -> bool:
+    """Return whether `fp8_wgmma` supports these weights and inputs x [T, D], and is the fastest for them.
+
+    Its sums are not those of a single token: inside `exact_rows` it does not suit. pairs: the number of pairs.
+    """
+    if not round_inputs or len(x) < LEAST or planned_rows(len(x), 1) == 1 or pairs >= MOST * weights.count:
+        return False
+    inner, width = weights.w1.weight.shape[1], x.shape[1]
+    if weights.w1.weight.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
+        return False
+    return takes_gluon(x.device) and _are_described(weights)
+
+
+def suits_shared(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights") -> bool:
+    """Return whether `fp8_wgmma` can compute this shared expert with routed experts that it suits, and is the fastest.
+
+    Its weights are read once for each chunk of x [T, D].
+    """
+    if len(x) > OWN:
+        return False
+    first = shared.w1.weight
+    alike = first.shape == (weights.w1.weight.shape[1], weights.w2.weight.shape[1])
+    scales = (matrix.scale for matrix in shared.matrices)
+    coded = all(scale is not None and scale.dtype != torch.float32 for scale in scales)
+    return alike and first.dtype == torch.float8_e4m3fn and coded and _are_described(shared)
+
+
+def _are_described(weights: "ExpertWeights") -> bool:
+    """Return whether the weights and scales are contiguous and start at multiples of 16 bytes."""
+    return all(
+        part is not None and part.is_contiguous() and part.storage_offset() % 16 == 0
+        for matrix in weights.matrices
+        for part in matrix[:2]
+    )
+
+
+def chunk(pairs: int, experts: int) -> int:
+    """Return the pairs of a chunk for this many pairs and experts."""
+    return NARROW if pairs <= SHORT * experts else WIDE
+
+
+def buffers(width: int, tokens: int) -> tuple[int, int, int]:
+    """Return stages of weights, buffers of inputs, and parts of a stage whose products overlap those of others.
+
+    width: of the inputs; tokens: of a chunk.
+    """
+    inputs = 2 if SLOTS * STAGE + 2 * width * tokens + REST <= HOPPER_SHARED else 1
+    slots = (HOPPER_SHARED - REST - inputs * width * tokens) // STAGE
+    return min(SLOTS, slots), inputs, 2 if tokens == NARROW else 1
+
+
+def mixture(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights | None",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    dtype: torch.dtype,
+    own: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sum of routed experts and of the shared one, if given, rounded once to dtype: [T, D].
+
+    Args:
+        shared: one that `suits_shared` accepts.
+        experts, routing: contiguous.
+        own: the shared expert's output [T, D], instead of `shared`.
+    """
+    work = (_prepared if len(x) <= FEW else _sorted)(x, weights, experts, routing, shared is not None)
+    parts = _products(x.shape[1], work, weights, shared, limit)
+    if shared is not None:
+        own = parts[experts.numel() :]
+    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    (tokens, width), columns = x.shape, min(x.shape[1] & -x.shape[1], SUMMED)
+    few_tokens_gemm.add[(tokens, width // columns)](
+        parts, parts if own is None else own, work.place, y, width, experts.shape[1], own is not None, columns,
+        **overlap(y),
+    )  # fmt: skip
+    return y
+
+
+def _work(x: torch.Tensor, weights: "ExpertWeights", pairs: int, shared: bool) -> ChunkedPairs:
+    """Return memory for the inputs of a call."""
+    tokens, own = chunk(pairs, weights.count), len(x) if shared else 0
+    (width, inner), most = (x.shape[1], weights.w1.weight.shape[1]), min(pairs, pairs // tokens + weights.count)
+    every = most + cdiv(own, tokens)
+
+    def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=x.device)
+
+    return ChunkedPairs(
+        tokens, own, new(pairs), new(most, dtype=torch.int64), new(1),
+        new(every, width * tokens, dtype=torch.int8), new(every, width // 128 * tokens, dtype=torch.float32),
+        new(every, tokens, dtype=torch.float32), new(every, inner // 128), new(TURNS),
+    )  # fmt: skip
+
+
+def _prepared(
+    x: torch.Tensor, weights: "ExpertWeights", experts: torch.Tensor, routing: torch.Tensor, shared: bool
+) -> ChunkedPairs:
+    """Sort the pairs of few tokens, and round their inputs."""
+    pairs, per_token, width = experts.numel(), experts.shape[1], x.shape[1]
+    work = _work(x, weights, pairs, shared)
+    blocks = work.counters.shape[1]
+    fp8_inputs.prepare[(len(x), cdiv(width, fp8_inputs.COLUMNS))](
+        x, experts, weights.rows, routing, work.place, work.words, work.count, work.inputs.view(torch.uint8),
+        *work[6:], pairs, cdiv(work.own, work.tokens), x.stride(0), width, per_token, next_power_of_2(per_token),
+        next_power_of_2(pairs), max(next_power_of_2(weights.count), 32), next_power_of_2(blocks), blocks, TURNS,
+        work.tokens, shared, fp8_inputs.COLUMNS, **overlap(x),
+    )  # fmt: skip
+    return work
+
+
+def _sorted(
+    x: torch.Tensor, weights: "ExpertWeights", experts: torch.Tensor, routing: torch.Tensor, shared: bool
+) -> ChunkedPairs:
+    """Sort the pairs of many tokens, and round their inputs."""
+    assert not shared
+    work = _work(x, weights, experts.numel(), False)
+    groups, blocks = group(experts, weights.rows, weights.count, work.tokens), work.counters.shape[1]
+    work = work._replace(place=groups.position, words=groups.words, count=groups.count)
+    fp8_inputs.arrange[(len(work.inputs), x.shape[1] // 128)](
+        x, groups.order, work.words, work.count, routing, work.inputs.view(torch.uint8), *work[6:], x.stride(0),
+        x.shape[1], experts.shape[1], next_power_of_2(blocks), blocks, TURNS, work.tokens, **overlap(x),
+        num_warps=cdiv(work.tokens, NARROW),
+    )  # fmt: skip
+    return work
+
+
+def _products(
+    width: int, work: ChunkedPairs, weights: "ExpertWeights", shared: "ExpertWeights | None", limit: float
+) -> torch.Tensor:
+    """Return the output of each pair by position, then those of the shared expert: bf16 [P + own, D]."""
+    from dsv4cli.kernels.experts.kernel import fp8_wgmma
+    from dsv4cli.kernels.experts.kernel.fp8_layouts import WARPS
+
+    inner_width, pairs, device = weights.w1.weight.shape[1], len(work.place), work.inputs.device
+
+    def results(columns: int) -> torch.Tensor:
+        return torch.empty(pairs + work.own, columns, dtype=torch.bfloat16, device=device)
+
+    every = len(work.inputs)
+    inner, outputs = results(inner_width), results(width)
+    inner_inputs = torch.empty(every, inner_width * work.tokens, dtype=torch.int8, device=device)
+    inner_scales = torch.empty(every, inner_width // 128 * work.tokens, dtype=torch.float32, device=device)
+    chunks, programs = (work.words, work.count, pairs, work.own), (multiprocessors(device),)
+    last = _routed(weights.w2)
+    fp8_wgmma.products[programs](
+        *_routed(weights.w1), *_routed(weights.w3), *_own((shared or weights).w1, (shared or weights).w3),
+        _inputs(work.inputs), work.scales, *chunks, work.factors, inner, inner_inputs, inner_scales, work.counters,
+        work.turns[:1], limit, inner_width, width, work.tokens, *buffers(width, work.tokens), True, shared is not None,
+        **overlap(inner), num_warps=WARPS,
+    )  # fmt: skip
+    fp8_wgmma.products[programs](
+        *last, *last, *_own((shared or weights).w2, (shared or weights).w2), _inputs(inner_inputs), inner_scales,
+        *chunks, None, outputs, None, None, None, work.turns[1:], limit, width, inner_width, work.tokens,
+        *buffers(inner_width, work.tokens), False, shared is not None, **overlap(inner), num_warps=WARPS,
+    )  # fmt: skip
+    return outputs
+
+
+def _routed(matrix: StoredMatrix) -> "tuple[TensorDescriptor, TensorDescriptor]":
+    """Return a stack's codes as bytes [E * N, K / 2] and its scales as words [E * N, K / 128], in tiles of 64 rows."""
+    from dsv4cli.kernels.gluon_launch import gluon_described
+
+    codes, scale, _ = matrix
+    assert scale is not None
+    words = scale.view(torch.int32).flatten(0, 1)
+    return gluon_described(codes.flatten(0, 1), (64, 128)), gluon_described(words, (64, 4))
+
+
+def _own(first: StoredMatrix, second: StoredMatrix) -> "tuple[TensorDescriptor | torch.Tensor, ...]":
+    """Return codes and scales of the shared expert's matrices, as bytes; without one, of others, which are not read."""
+    from dsv4cli.kernels.gluon_launch import gluon_described
+
+    codes = [gluon_described(one.weight.view(torch.int8).flatten(0, -2), (64, 128)) for one in (first, second)]
+    scales = [one.scale.view(torch.uint8) for one in (first, second) if one.scale is not None]
+    return *codes, *scales
+
+
+def _inputs(inputs: torch.Tensor) -> "TensorDescriptor":
+    from dsv4cli.kernels.gluon_launch import gluon_described
+
+    return gluon_described(inputs.view(-1, 32), (128, 32))

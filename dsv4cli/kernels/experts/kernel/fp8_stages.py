@@ -1,0 +1,195 @@
+"""Products of a unit of `fp8_wgmma`: 128 rows of weights in shared memory times a chunk's inputs.
+
+In the tensor core's left operand, lane [g, t] of a warp holds bytes 4 t to 4 t + 3 and 16 + 4 t to 19 + 4 t of rows g
+and g + 8. With FP4 it takes them from word t of the block: first the four low codes, then the four high ones.
+`fp8_inputs.place` orders the inputs likewise. Row g + 8 of a warp is a row of w3 if g is one of w1, so that a gate and
+its value meet in one thread.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from dsv4cli.kernels.experts.kernel.fp8_layouts import CODES, SCALES, held, operand
+from dsv4cli.kernels.gluon_barriers import await_filled, tell
+
+# rows of a unit, and bytes of a row in a stage
+ROWS, STAGE = gl.constexpr(128), gl.constexpr(256)
+# e2m1 as e5m2 is too small by this factor
+FACTOR = gl.constexpr(2.0**14)
+# eight codes of a word to four e5m2 of the low codes and four of the high ones
+DECODE = gl.constexpr("""{ .reg .b32 t, u;
+shl.b32 t, $2, 4;
+shl.b32 u, $2, 1;
+and.b32 t, t, 0x80808080;
+and.b32 u, u, 0x0E0E0E0E;
+or.b32 $0, t, u;
+shr.u32 u, $2, 3;
+and.b32 t, $2, 0x80808080;
+and.b32 u, u, 0x0E0E0E0E;
+or.b32 $1, t, u; }""")
+
+
+@gluon.jit
+def _eighths(codes):
+    """Split codes [64, 128] by their 16 bytes: eight of [warp, g, t, byte]; of FP4 each is a block of 32 columns."""
+    x = gl.permute(gl.reshape(codes, [8, 8, 2, 2, 2, 4, 4]), (0, 1, 5, 6, 2, 3, 4))
+    even, odd = gl.split(x)
+    zero, two = gl.split(even)
+    one, three = gl.split(odd)
+    zero, four = gl.split(zero)
+    one, five = gl.split(one)
+    two, six = gl.split(two)
+    three, seven = gl.split(three)
+    return zero, one, two, three, four, five, six, seven
+
+
+@gluon.jit
+def _left(low, high, other_low, other_high, dtype: gl.constexpr, TOKENS: gl.constexpr):
+    """Return a left operand [128, 32]: its lower and upper 16 columns, of rows g and of rows g + 8."""
+    both = gl.join(gl.join(low, other_low), gl.join(high, other_high))
+    x = gl.reshape(gl.permute(both, (0, 4, 1, 5, 2, 3)), [ROWS, 32])
+    return gl.convert_layout(x, operand(TOKENS)).to(dtype, bitcast=True)
+
+
+@gluon.jit
+def _product(left, given, number, TOKENS: gl.constexpr):
+    """Start the product of a left operand and inputs [TOKENS, 32] of this number."""
+    zero = gl.full([ROWS, TOKENS], 0.0, gl.float32, held(TOKENS))
+    right = given.index(number).permute((1, 0))
+    return warpgroup_mma(left, right, zero, use_acc=False, max_num_imprecise_acc=32, is_async=True)
+
+
+@gluon.jit
+def _words_of_rows(scales, at, TOKENS: gl.constexpr):
+    """Return the scales of the four parts of a stage, each a word of four bytes per row."""
+    words = gl.join(scales.index(at * 2).load(SCALES), scales.index(at * 2 + 1).load(SCALES))
+    words = gl.permute(gl.reshape(words, [8, 8, 2, 2, 2]), (0, 4, 1, 2, 3))
+    even, odd = gl.split(gl.reshape(words, [ROWS, 2, 2]))
+    zero, two = gl.split(even)
+    one, three = gl.split(odd)
+    row: gl.constexpr = gl.SliceLayout(1, held(TOKENS))
+    return (
+        gl.convert_layout(zero, row), gl.convert_layout(one, row), gl.convert_layout(two, row),
+        gl.convert_layout(three, row),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _scaled(products, words, J: gl.constexpr):
+    bits = words << (23 - 8 * J) if J < 3 else words >> 1
+    return products * gl.expand_dims((bits & 0x7F800000).to(gl.float32, bitcast=True), 1)
+
+
+@gluon.jit
+def _ended(done, PART: gl.constexpr, PENDING: gl.constexpr):
+    """Return a part's four products. PENDING: parts whose products may still be running."""
+    return warpgroup_mma_wait(
+        PENDING * 4, deps=[done[PART * 4], done[PART * 4 + 1], done[PART * 4 + 2], done[PART * 4 + 3]]
+    )
+
+
+@gluon.jit
+def _added(sums, done, words, factors, PART: gl.constexpr, PENDING: gl.constexpr):
+    """Add a part's products times their scales."""
+    zero, one, two, three = _ended(done, PART, PENDING)
+    total = _scaled(zero, words[PART], 0) + _scaled(one, words[PART], 1)
+    total += _scaled(two, words[PART], 2) + _scaled(three, words[PART], 3)
+    return sums + total * gl.expand_dims(factors[PART], 0)
+
+
+@gluon.jit
+def _decoded(codes, number):
+    """Read a tile and decode it to the low and the high codes of its eight blocks."""
+    words = codes.index(number).load(CODES)
+    low, high = gl.inline_asm_elementwise(DECODE, "=r,=r,r", [words], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    return _eighths(low), _eighths(high)
+
+
+@gluon.jit
+def _routed_stage(sums, codes, scales, freed, given, begin, factors, number, LAG: gl.constexpr):
+    """Add the products of a stage of FP4. begin: of its inputs; factors: of inputs by part; LAG: parts under way."""
+    TOKENS: gl.constexpr = sums.shape[1]
+    at = number % freed.shape[0]
+    words = _words_of_rows(scales, at, TOKENS)
+    done = ()
+    for half in gl.static_range(2):
+        low, high = _decoded(codes, at * 4 + half * 2)
+        other_low, other_high = _decoded(codes, at * 4 + half * 2 + 1)
+        for part in gl.static_range(2):
+            for block in gl.static_range(part * 4, part * 4 + 4):
+                left = _left(low[block], high[block], other_low[block], other_high[block], gl.float8e5, TOKENS)
+                done += (_product(left, given, begin + half * 8 + block, TOKENS),)
+            if half * 2 + part == 3:
+                # a barrier of the eight warps: all have read the stage
+                tell(freed, number)
+            if half * 2 + part >= LAG:
+                sums = _added(sums, done, words, factors, half * 2 + part - LAG, LAG)
+    for rest in gl.static_range(LAG):
+        sums = _added(sums, done, words, factors, 4 - LAG + rest, LAG - 1 - rest)
+    return sums
+
+
+@gluon.jit
+def _shared_stage(sums, codes, freed, given, begin, factors, weight_factors, number):
+    """Add the products of a stage of FP8. weight_factors: of each of its two parts, for each row."""
+    TOKENS: gl.constexpr = sums.shape[1]
+    at = number % freed.shape[0]
+    done = ()
+    for part in gl.static_range(2):
+        some = _eighths(codes.index(at * 4 + part * 2).load(CODES))
+        other = _eighths(codes.index(at * 4 + part * 2 + 1).load(CODES))
+        for block in gl.static_range(4):
+            left = _left(
+                some[block * 2], some[block * 2 + 1], other[block * 2], other[block * 2 + 1], gl.float8e4nv, TOKENS
+            )
+            done += (_product(left, given, begin + part * 4 + block, TOKENS),)
+    tell(freed, number)
+    for part in gl.static_range(2):
+        zero, one, two, three = _ended(done, part, 1 - part)
+        total = ((zero + one) + (two + three)) * gl.expand_dims(weight_factors[part], 1)
+        sums += total * gl.expand_dims(factors[part], 0)
+    return sums
+
+
+@gluon.jit
+def _scale_of(first, second, place, line):
+    """Return the scale of 128 columns of the shared expert for each row: fp32 [ROWS]."""
+    one, two = gl.load(first + place).to(gl.int32), gl.load(second + place).to(gl.int32)
+    return (gl.where(line % 16 < 8, one, two) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unit_sums(
+    is_own, row, number, begin, scale, stages, given, own_scales, line,
+    K: gl.constexpr, SHARED: gl.constexpr, LAG: gl.constexpr,
+):  # fmt: skip
+    """Return a unit's sums [ROWS, TOKENS], and the number of the stage behind its last.
+
+    Args:
+        row: its first row of weights.
+        number: of its first stage.
+        begin: of its inputs in `given`.
+        scale: pointers to the inputs' scales of the first 128 columns, for each token.
+    """
+    codes, scales, _units, filled, freed = stages
+    TOKENS: gl.constexpr = given.shape[1]
+    sums = gl.full([ROWS, TOKENS], 0.0, gl.float32, held(TOKENS))
+    if SHARED and is_own:
+        place = row // 128 * (K // 128)
+        for step in range(K // STAGE):
+            factors = gl.load(scale + step * 2 * TOKENS), gl.load(scale + (step * 2 + 1) * TOKENS)
+            one = _scale_of(own_scales[0], own_scales[1], place + step * 2, line)
+            two = _scale_of(own_scales[0], own_scales[1], place + step * 2 + 1, line)
+            await_filled(filled, number)
+            sums = _shared_stage(sums, codes, freed, given, begin + step * 8, factors, (one, two), number)
+            number += 1
+    else:
+        for step in range(K // 2 // STAGE):
+            near = scale + step * 4 * TOKENS
+            factors = gl.load(near), gl.load(near + TOKENS), gl.load(near + 2 * TOKENS), gl.load(near + 3 * TOKENS)
+            await_filled(filled, number)
+            sums = _routed_stage(sums, codes, scales, freed, given, begin + step * 16, factors, number, LAG)
+            number += 1
+        sums *= FACTOR
+    return sums, number

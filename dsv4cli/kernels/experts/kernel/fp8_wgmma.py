@@ -1,0 +1,329 @@
+"""Experts of a few tokens each on Hopper's FP8 tensor cores: codes of FP4 become e5m2, inputs are e4m3.
+
+A program is persistent. A unit is a chunk of up to TOKENS pairs of one expert, and 128 rows of weights: 64 of w1 and 64
+of w3, or 128 of w2. One warp brings stages of 512 columns by TMA, as they are stored. Eight warps decode 16 rows each
+in registers, 7 instructions for 8 codes, and multiply each block of 32 columns into fresh sums, which take the block's
+scale in fp32. A third partition, one warp, rounds the results of w1 and w3 for w2 as soon as 128 inner values are
+stored. Sums do not depend on the other tokens of a chunk, nor on the number of columns of the product.
+
+The shared expert's units come first: e4m3 weights need no decoding, and their stages have 256 columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from dsv4cli.kernels.experts.kernel.fp8_inputs import place
+from dsv4cli.kernels.experts.kernel.fp8_layouts import EACH_WARP, INNER, INPUTS, ONE, PLAIN, held
+from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, unit_sums
+from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
+from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
+from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
+from dsv4cli.kernels.gluon_launch import gluon_launched
+
+# rows of a matrix in a tile of shared memory, and of a block of inner values
+HALF, BLOCK = gl.constexpr(64), gl.constexpr(128)
+# bytes of a row in a tile, words of scales of a row in a stage, and rows of inputs in a TMA, of 32 bytes
+TILE, WORDS, INPUT_ROWS = gl.constexpr(128), gl.constexpr(4), gl.constexpr(128)
+# units whose results the rounding warp may still have to read
+TICKETS = gl.constexpr(4)
+# registers per thread of the warp that brings stages, and of the one that rounds
+BRINGING, ROUNDING = gl.constexpr(40), gl.constexpr(88)
+FLOOR, LARGEST = gl.constexpr(FP8_AMAX_FLOOR), gl.constexpr(E4M3_MAX)
+
+
+@gluon.jit
+def _wait_for_inputs(OVERLAP: gl.constexpr):
+    """Do what `pdl.wait_for_inputs` does."""
+    if OVERLAP:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def _batch(number, total, programs):
+    """Return the first unit of a batch and the one behind its last.
+
+    The first batches, one for each program, are three quarters of all units in equal parts, so that inputs stay in
+    shared memory; the next ones half of the rest, and so on down to single units.
+    """
+    begin, size = 0, gl.maximum(total * 3 // 4 // programs, 1)
+    for _ in range(number // programs):
+        begin += size * programs
+        size = gl.maximum((total - begin) // 2 // programs, 1)
+    begin += number % programs * size
+    return begin, gl.minimum(begin + size, total)
+
+
+@gluon.jit
+def _chunk(chunks, number, TOKENS: gl.constexpr):
+    """Return whether a chunk is the shared expert's, the expert's row in the stacks, the first position, and the size.
+
+    chunks: words of routed experts' chunks; pairs; tokens of the shared expert, whose chunks come first.
+    """
+    words, pairs, own = chunks
+    shared = (own + TOKENS - 1) // TOKENS
+    word = gl.load(words + gl.maximum(number - shared, 0), cache_modifier=".cg")
+    is_own, first = number < shared, number * TOKENS
+    row = gl.where(is_own, 0, (word >> 32).to(gl.int32))
+    position = gl.where(is_own, pairs + first, ((word & 0xFFFFFFFF) >> 8).to(gl.int32))
+    size = gl.where(is_own, gl.minimum(own - first, TOKENS), (word & 255).to(gl.int32))
+    return is_own, row, position, size
+
+
+@gluon.jit
+def _bring_codes(first, second, row, later, column, at, codes, barrier):
+    """Bring 256 bytes of HALF rows of both matrices: the second's are `later` rows further on."""
+    tma.async_copy_global_to_shared(first, [row, column], barrier, codes.index(at * 4))
+    tma.async_copy_global_to_shared(second, [row + later, column], barrier, codes.index(at * 4 + 1))
+    tma.async_copy_global_to_shared(first, [row, column + TILE], barrier, codes.index(at * 4 + 2))
+    tma.async_copy_global_to_shared(second, [row + later, column + TILE], barrier, codes.index(at * 4 + 3))
+
+
+@gluon.jit
+def _bring_inputs(inputs, chunk, number, given, input_filled, input_freed):
+    """Bring a chunk's inputs to the next buffer."""
+    buffers: gl.constexpr = input_filled.shape[0]
+    parts: gl.constexpr = given.shape[0] // buffers
+    await_freed(input_freed, number)
+    slot = number % buffers
+    barrier = input_filled.index(slot)
+    mbarrier.expect(barrier, parts * INPUT_ROWS * 32)
+    for part in gl.static_range(parts):
+        tma.async_copy_global_to_shared(
+            inputs, [(chunk * parts + part) * INPUT_ROWS, 0], barrier, given.index(slot * parts + part)
+        )
+
+
+@gluon.jit
+def _wait_once(before, BOTH: gl.constexpr, OVERLAP: gl.constexpr):
+    """Wait for the inputs of w2 if no chunk was there before."""
+    if before < 0 and not BOTH:
+        _wait_for_inputs(OVERLAP)
+
+
+@gluon.jit
+def _late(is_first, BUFFERS: gl.constexpr, LATE: gl.constexpr, BOTH: gl.constexpr):
+    """Return the step of a unit that brings a new chunk's inputs.
+
+    They come behind the stages that fit: those of w2, which are not there yet, and if there is one buffer, which must
+    have been used up.
+    """
+    late = 0
+    if is_first:
+        late = 0 if BOTH else LATE
+    elif BUFFERS == 1:
+        late = LATE
+    return late
+
+
+@gluon.jit
+def _bring(
+    routed, shared, inputs, chunks, turns, total, stages, of_inputs,
+    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Take batches of units in turn, and bring their weights and inputs; w2's first weights before its inputs exist."""
+    first, first_scale, second, second_scale = routed
+    codes, scales, units, filled, freed = stages
+    given, input_filled, input_freed = of_inputs
+    SLOTS: gl.constexpr = filled.shape[0]
+    STEPS: gl.constexpr = K // 2 // STAGE
+    EACH: gl.constexpr = HALF if BOTH else ROWS
+    LATER: gl.constexpr = 0 if BOTH else HALF
+    LATE: gl.constexpr = (STEPS if STEPS < SLOTS else SLOTS) - 1
+    number, buffer, before = 0, 0, -1
+    programs = gl.num_programs(0)
+    unit, last = _batch(gl.program_id(0), total, programs)
+    start = unit
+    while unit < last:
+        for mine in range(unit, last):
+            chunk = mine // (N // EACH)
+            is_own, expert, _position, _size = _chunk(chunks, chunk, TOKENS)
+            row = expert * N + mine % (N // EACH) * EACH
+            late = _late(mine == start, input_filled.shape[0], LATE, BOTH)
+            steps = STEPS
+            if SHARED:
+                steps = gl.where(is_own, 2 * STEPS, STEPS)
+            for step in range(steps):
+                await_freed(freed, number)
+                at = number % SLOTS
+                if step == 0:
+                    units.index(at).store(gl.full([1], mine, gl.int32, ONE))
+                barrier = filled.index(at)
+                if SHARED and is_own:
+                    mbarrier.expect(barrier, ROWS * STAGE)
+                    _bring_codes(shared[0], shared[1], row, LATER, step * STAGE, at, codes, barrier)
+                else:
+                    mbarrier.expect(barrier, ROWS * (STAGE + 4 * WORDS))
+                    _bring_codes(first, second, row, LATER, step * STAGE, at, codes, barrier)
+                    near, further = scales.index(at * 2), scales.index(at * 2 + 1)
+                    tma.async_copy_global_to_shared(first_scale, [row, step * WORDS], barrier, near)
+                    tma.async_copy_global_to_shared(second_scale, [row + LATER, step * WORDS], barrier, further)
+                if step == late and chunk != before:
+                    _wait_once(before, BOTH, OVERLAP)
+                    _bring_inputs(inputs, chunk, buffer, given, input_filled, input_freed)
+                    buffer += 1
+                    before = chunk
+                number += 1
+        unit, last = _batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
+    await_freed(freed, number)
+    units.index(number % SLOTS).store(gl.full([1], -1, gl.int32, ONE))
+    tell(filled, number)
+
+
+@gluon.jit
+def _multiply(
+    out, routing, input_scales, chunks, own_scales, stages, of_inputs, tickets, stored, read, limit,
+    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
+    LAG: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Multiply the units that `_bring` takes, and store bf16 results by position."""
+    _codes, _scales, units, filled, _freed = stages
+    buffers, input_filled, input_freed = of_inputs
+    BUFFERS: gl.constexpr = input_filled.shape[0]
+    EACH: gl.constexpr = HALF if BOTH else ROWS
+    MMA: gl.constexpr = held(TOKENS)
+    given = buffers._reinterpret(gl.float8e4nv, [BUFFERS * (K // 32), TOKENS, 32], INPUTS)
+    column = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))
+    line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    number, buffer, ended, before = 0, -1, 0, -1
+    if not BOTH:
+        _wait_for_inputs(OVERLAP)
+    await_filled(filled, 0)
+    unit = gl.max(units.index(0).load(EACH_WARP), 0)
+    while unit >= 0:
+        chunk, row = unit // (N // EACH), unit % (N // EACH) * EACH
+        is_own, _expert, position, size = _chunk(chunks, chunk, TOKENS)
+        if chunk != before:
+            if before >= 0:
+                tell(input_freed, buffer)
+            buffer += 1
+            before = chunk
+            await_filled(input_filled, buffer)
+        begin, scale = buffer % BUFFERS * (K // 32), input_scales + chunk * (K // 128 * TOKENS) + column
+        sums, number = unit_sums(
+            is_own, row, number, begin, scale, stages, given, own_scales, line, K, SHARED, LAG
+        )  # fmt: skip
+        if BOTH:
+            gate, up = gl.split(gl.permute(gl.reshape(sums, [8, 2, 8, TOKENS]), (0, 2, 3, 1)))
+            gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+            value = gl.reshape(gated_values(gate, up, limit), [HALF, TOKENS])
+            kept: gl.constexpr = value.type.layout
+            token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, kept))
+            value *= gl.expand_dims(gl.load(routing + chunk * TOKENS + token), 0)
+            lines = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, kept))
+            to = out + (gl.expand_dims((position + token).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
+            await_freed(read, ended)
+            tickets.index(ended % TICKETS).store(gl.full([1], unit, gl.int32, EACH_WARP))
+            gl.store(to, value.to(gl.bfloat16), gl.expand_dims(token < size, 0))
+            tell(stored, ended)
+            ended += 1
+        else:
+            lines = row + line % 16 // 8 * HALF + line // 16 * 8 + line % 8
+            to = out + (gl.expand_dims((position + column).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
+            gl.store(to, sums.to(gl.bfloat16), gl.expand_dims(column < size, 0))
+        await_filled(filled, number)
+        unit = gl.max(units.index(number % units.shape[0]).load(EACH_WARP), 0)
+    if BOTH:
+        await_freed(read, ended)
+        tickets.index(ended % TICKETS).store(gl.full([1], -1, gl.int32, EACH_WARP))
+        tell(stored, ended)
+
+
+@gluon.jit
+def _round_block(inner, chunks, inputs, input_scales, block, N: gl.constexpr, TOKENS: gl.constexpr):
+    """Round a block of 128 inner values of a chunk's pairs. block: its number among all chunks' blocks."""
+    slot = gl.arange(0, 8, layout=gl.SliceLayout(1, INNER))
+    column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, INNER))
+    is_own, _expert, position, size = _chunk(chunks, block // (N // BLOCK), TOKENS)
+    at = gl.where(is_own, place(column, TOKENS, False), place(column, TOKENS, True))
+    for eight in gl.static_range(TOKENS // 8):
+        some = eight * 8 + slot
+        begin = (position + some).to(gl.int64) * N + block % (N // BLOCK) * BLOCK
+        values = gl.load(
+            inner + (gl.expand_dims(begin, 1) + gl.expand_dims(column, 0)), gl.expand_dims(some < size, 1),
+            other=0.0, cache_modifier=".cg",
+        ).to(gl.float32)  # fmt: skip
+        top = gl.maximum(gl.max(gl.abs(values), 1), FLOOR) * (1.0 / LARGEST)
+        scale = (top.to(gl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
+        inverse = ((254 << 23) - scale).to(gl.float32, bitcast=True)
+        codes = (values * gl.expand_dims(inverse, 1)).to(gl.float8e4nv).to(gl.int8, bitcast=True)
+        to = gl.expand_dims(some * 32, 1) + gl.expand_dims(at, 0)
+        gl.store(inputs + (block * (BLOCK * TOKENS) + to), codes)
+        gl.store(input_scales + block * TOKENS + some, scale.to(gl.float32, bitcast=True))
+
+
+@gluon.jit
+def _round(
+    inner, chunks, inputs, input_scales, counters, tickets, stored, read, N: gl.constexpr, TOKENS: gl.constexpr,
+    BOTH: gl.constexpr,
+):  # fmt: skip
+    """Round each block of 128 inner values, once both of its units are stored, to w2's inputs; nothing for w2."""
+    if BOTH:
+        ended = 0
+        await_filled(stored, 0)
+        unit = gl.max(tickets.index(0).load(ONE), 0)
+        while unit >= 0:
+            tell(read, ended)
+            ended += 1
+            block = unit // (BLOCK // HALF)
+            if gl.atomic_add(counters + block, 1, sem="acq_rel") == BLOCK // HALF - 1:
+                _round_block(inner, chunks, inputs, input_scales, block, N, TOKENS)
+            await_filled(stored, ended)
+            unit = gl.max(tickets.index(ended % TICKETS).load(ONE), 0)
+
+
+@gluon_launched(do_not_specialize=["pairs", "own"])
+def products(
+    first, first_scale, second, second_scale,  # descriptors of codes [E * N, K / 2] and of words of scales
+    own_first, own_second,  # descriptors of the shared expert's codes [N, K], if SHARED
+    own_first_scale, own_second_scale,  # uint8 [N / 128, K / 128] e8m0
+    inputs,  # descriptor of e4m3 [chunks * K / 32 * TOKENS, 32], as `fp8_inputs` leaves them
+    input_scales,  # fp32 [chunks, K / 128, TOKENS]
+    words,  # int64, chunks of routed experts as few_tokens_prepare.chunk_parts reads them
+    count,  # int32: how many there are
+    pairs,
+    own,  # tokens of the shared expert, or 0
+    routing,  # fp32 [chunks, TOKENS], if BOTH
+    out,  # bf16 [pairs + own, N] by position
+    next_inputs, next_scales,  # of w2, in the form of inputs and input_scales, if BOTH
+    counters,  # int32 [chunks, N / 128] zeros, if BOTH
+    turns,  # int32, 0: batches that were taken
+    limit,
+    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr,
+    LAG: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Compute the gated product of w1 and w3 if BOTH, otherwise the product of one matrix."""
+    codes = gl.allocate_shared_memory(gl.int8, [SLOTS * 4, HALF, TILE], first.layout)
+    scales = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, HALF, WORDS], first_scale.layout)
+    parts: gl.constexpr = K * TOKENS // (INPUT_ROWS * 32)
+    given = gl.allocate_shared_memory(gl.int8, [BUFFERS * parts, INPUT_ROWS, 32], inputs.layout)
+    units = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
+    tickets = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], PLAIN)
+    filled, freed = ring(SLOTS, 1, 1)
+    input_filled, input_freed = ring(BUFFERS, 1, 1)
+    stored, read = ring(TICKETS, 1, 1)
+    if BOTH:
+        # the previous launch lists the chunks; w2's starts after that one has ended, see `pdl.wait_for_inputs`
+        _wait_for_inputs(OVERLAP)
+    total = gl.load(count, cache_modifier=".cg") + (own + TOKENS - 1) // TOKENS
+    total *= N // (HALF if BOTH else ROWS)
+    stages, of_inputs = (codes, scales, units, filled, freed), (given, input_filled, input_freed)
+    chunks, routed, shared = (words, pairs, own), (first, first_scale, second, second_scale), (own_first, own_second)
+    gl.warp_specialize(
+        [
+            (_multiply, (
+                out, routing, input_scales, chunks, (own_first_scale, own_second_scale), stages, of_inputs, tickets,
+                stored, read, limit, N, K, TOKENS, BOTH, SHARED, LAG, OVERLAP,
+            )),
+            (_bring, (
+                routed, shared, inputs, chunks, turns, total, stages, of_inputs, N, K, TOKENS, BOTH, SHARED, OVERLAP,
+            )),
+            (_round, (out, chunks, next_inputs, next_scales, counters, tickets, stored, read, N, TOKENS, BOTH)),
+        ],
+        [1, 1],
+        [BRINGING, ROUNDING],
+    )  # fmt: skip

@@ -1,0 +1,219 @@
+"""Experts on FP8 tensor cores: how inputs are arranged, exactly; sums against the reference; and when they are used."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dsv4cli.kernels.card import BLACKWELL, CARDS, HOPPER, described
+from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts
+from dsv4cli.kernels.rows import exact_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+
+pytest.importorskip("triton")  # what is tested here is Triton's only
+
+from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.experts.kernel import few_tokens, fp8_hopper
+from tests.kernels.test_experts_many_tokens import BF16, FP32, bf16, fp4, fp8, routed, stacked
+
+# fp32 sums of 32 products each in a tensor core's short accumulator: 2.3e-5 of a product's norm, measured on an H200.
+# Between the products values are rounded to steps of up to 1/8, which such an error makes some of them miss: the
+# square root of 2.3e-5 / 16, and some room for few values
+CLOSE = 3e-3
+
+
+def shared(hidden: int, inner: int) -> ExpertWeights:
+    """The shared expert, with FP8 weights."""
+    stacks = (fp8(1, *shape) for shape in ((inner, hidden), (hidden, inner), (inner, hidden)))
+    return ExpertWeights(*(StoredMatrix(one.weight.flatten(0, 1), one.scale.flatten(0, 1)) for one in stacks))
+
+
+def bytes_of(codes: torch.Tensor, fp4_order: bool) -> torch.Tensor:
+    """The bytes of 128 columns in the order in which products take them."""
+    if not fp4_order:
+        return codes
+    blocks = codes.unflatten(-1, (4, 32))
+    return torch.cat((blocks[..., ::2], blocks[..., 1::2]), -1).flatten(-2)
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "count", "with_shared"),
+    [(2, 6, 256, True), (19, 2, 3, True), (9, 3, 5, False), (70, 2, 5, False), (66, 3, 12, False)],
+)
+def test_inputs_by_chunk(tokens, chosen, count, with_shared):
+    hidden = 1024
+    x = torch.randn(tokens, hidden + 64).bfloat16()[:, :hidden]
+    x[0] *= 2.0**-100
+    experts, routing = routed(tokens, count, chosen)
+    rows = torch.randperm(2 * count)[:count]
+    weights = replace(stacked(fp4, 2 * count, 32, 512), rows=rows)
+    prepared = fp8_hopper._prepared if tokens <= fp8_hopper.FEW else fp8_hopper._sorted
+    experts = experts.contiguous()
+    work = prepared(x, weights, experts, routing, with_shared)
+    own, flat = -(-tokens // work.tokens) if with_shared else 0, experts.flatten()
+    codes, scales = block_scale.fp8_codes(x.contiguous(), 128)
+    codes, scales = codes.view(torch.uint8).unflatten(-1, (-1, 128)), scales.float()
+    held = work.inputs.view(torch.uint8).view(len(work.inputs), -1, 4, work.tokens, 32).transpose(2, 3).flatten(-2)
+
+    def check(chunk: int, slot: int, token: int, fp4_order: bool) -> None:
+        assert torch.equal(held[chunk, :, slot], bytes_of(codes[token], fp4_order))
+        assert torch.equal(work.scales.view(len(held), -1, work.tokens)[chunk, :, slot], scales[token])
+
+    order = flat.argsort(stable=True)
+    assert torch.equal(work.place[order].long(), torch.arange(len(flat)))
+    words, begin = work.words[: int(work.count)].tolist(), 0
+    for chunk, word in enumerate(words):
+        row, first, size = word >> 32, (word >> 8) & 0xFFFFFF, word & 255
+        pairs = order[first : first + size]
+        assert first == begin
+        assert 0 < size <= work.tokens
+        assert set(flat[pairs].tolist()) == {rows.tolist().index(row)}
+        assert torch.equal(work.factors[own + chunk, :size], routing.flatten()[pairs])
+        for slot, pair in enumerate(pairs.tolist()):
+            check(own + chunk, slot, pair // chosen, True)
+        begin += size
+    assert begin == len(flat)
+    # an expert's chunks are full but for the last
+    assert len(words) == sum(-(-int(n) // work.tokens) for n in torch.bincount(flat))
+    for token in range(tokens if with_shared else 0):
+        check(token // work.tokens, token % work.tokens, token, False)
+    assert bool((work.factors[:own].flatten()[: tokens if with_shared else 0] == 1).all())
+    assert not work.counters[: own + len(words)].any()
+    assert not work.turns.any()
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(5, 3), pytest.param(40, 4, marks=pytest.mark.slow)])
+def test_products_in_an_interpreter(tokens, count, triton_backend, monkeypatch):
+    """The kernel's arithmetic and its barriers; layouts are the compiler's, and short sums the GPU's."""
+    if triton_backend != "interpreter":
+        pytest.skip("this interpreter runs on a CPU")
+    from dsv4cli.kernels.experts.kernel import fp8_wgmma
+    from tests.support.gluon_interpreter import Descriptor, run
+
+    class Products:
+        def __getitem__(self, grid):
+            def launch(*arguments, OVERLAP, num_warps):
+                run(products, 3, *arguments, OVERLAP)
+
+            return launch
+
+    products = fp8_wgmma.products
+    monkeypatch.setattr(fp8_wgmma, "products", Products())
+    monkeypatch.setattr("dsv4cli.kernels.gluon_launch.gluon_described", Descriptor)
+    x, weights, own = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, count, 1024, 512), shared(1024, 512)
+    experts, routing = routed(tokens, count, 2)
+    experts = experts.contiguous()
+    for with_shared, expected in (
+        (None, ref.routed_experts(x, weights, experts, routing, 7.0, True)),
+        (own, ref.mixture(x, weights, own, experts, routing, 7.0, True, FP32)),
+    ):
+        y = fp8_hopper.mixture(x, weights, with_shared, experts, routing, 7.0, FP32)
+        assert (y - expected).norm() <= 2**-11 * expected.norm()
+
+
+@pytest.mark.usefixtures("triton_backend")
+@pytest.mark.parametrize("tokens", [9, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_shared_expert_alone(tokens):
+    x, weights, own = torch.randn(tokens, 512).bfloat16(), stacked(fp4, 2, 512, 256), shared(512, 256)
+    expected = ref.shared_expert(x, own, 7.0, True).float()
+    y = few_tokens.shared_expert(x, weights, own, 7.0, True).float()
+    assert (y - expected).norm() <= 2**-8 * expected.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "chosen", "count", "hidden", "inner"),
+    [(2, 6, 16, 4096, 2048), (5, 3, 4, 1024, 512), (8, 6, 8, 7168, 1024), (16, 6, 64, 4096, 2048),
+     (64, 6, 70, 1024, 1536), (70, 2, 12, 4096, 512), (200, 6, 90, 1024, 512), (33, 1, 1, 512, 512)],
+)  # fmt: skip
+def test_products(tokens, chosen, count, hidden, inner, triton_backend, monkeypatch):
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    with torch.device("cuda"):
+        x, weights = torch.randn(tokens, hidden).bfloat16(), stacked(fp4, 2 * count, hidden, inner)
+        weights, own = replace(weights, rows=torch.randperm(2 * count)[:count]), shared(hidden, inner)
+        given = routed(tokens, count, chosen)
+    monkeypatch.setattr(fp8_hopper, "MOST", 1 << 20)
+    assert fp8_hopper.suits(x, weights, tokens * chosen, True)
+    expected = ref.routed_experts(x, weights, *given, 7.0, True)
+    y = routed_experts(x, weights, *given, 7.0, True)
+    assert (y - expected).norm() <= CLOSE * expected.norm()
+    assert all(torch.equal(routed_experts(x, weights, *given, 7.0, True), y) for _ in range(20))
+    both, expected = (one(x, weights, own, *given, 7.0, True, FP32) for one in (mixture, ref.mixture))
+    assert (both - expected).norm() <= CLOSE * expected.norm()
+    # a token's bits are its own, whichever chunk it is in and however wide that is
+    few = slice(tokens // 2 - 1, tokens // 2 + 1)
+    assert torch.equal(routed_experts(x[few], weights, *(one[few] for one in given), 7.0, True), y[few])
+    # products in short sums are as close as this to those in fp32
+    monkeypatch.setattr(fp8_hopper, "suits", lambda *_: False)
+    exact = routed_experts(x, weights, *given, 7.0, True)
+    assert (y - exact).norm() <= CLOSE * exact.norm()
+
+
+@pytest.mark.gpu
+def test_what_is_not_a_number_stays_so(triton_backend):
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    with torch.device("cuda"):
+        x, weights = torch.randn(12, 1024).bfloat16(), stacked(fp4, 32, 1024, 512)
+        experts, routing = routed(12, 32, 4)
+    x[3, 77] = torch.nan
+    y = routed_experts(x, weights, experts, routing, 7.0, True)
+    wrong = y.isnan()
+    assert wrong[3].all()
+    assert not wrong[[0, 1, 2, *range(4, 12)]].any()
+
+
+@pytest.mark.parametrize(
+    ("card", "stored", "dtype", "hidden", "inner", "suits"),
+    [
+        ("h200", fp4, BF16, 4096, 2048, True),
+        ("h100", fp4, BF16, 7168, 512, True),
+        ("h200", fp4, BF16, 4096, 256, False),
+        ("h200", fp4, BF16, 4224, 512, False),
+        ("h200", fp4, FP32, 4096, 2048, False),
+        ("h200", bf16, BF16, 4096, 2048, False),
+        ("a100", fp4, BF16, 4096, 2048, False),
+        ("l40s", fp4, BF16, 4096, 2048, False),
+        ("b200", fp4, BF16, 4096, 2048, False),
+        ("rtx5090", fp4, BF16, 4096, 2048, False),
+    ],
+)
+def test_which_experts(card, stored, dtype, hidden, inner, suits):
+    with FakeTensorMode(), described(CARDS[card]), torch.device("cuda"):
+        x, weights = torch.empty(4, hidden, dtype=dtype), stacked(stored, 8, hidden, inner)
+        assert fp8_hopper.suits(x, weights, 24, True) == suits
+        # inputs that are not rounded to e4m3, one token, exact rows, and 16 pairs an expert
+        assert not fp8_hopper.suits(x, weights, 24, False)
+        assert not fp8_hopper.suits(torch.empty(1, hidden, dtype=dtype), weights, 6, True)
+        with exact_rows(True):
+            assert not fp8_hopper.suits(x, weights, 24, True)
+        assert not fp8_hopper.suits(x, weights, 128, True)
+        assert fp8_hopper.suits(x, weights, 127, True) == suits
+
+
+def test_which_shared_expert():
+    with FakeTensorMode(), described(CARDS["h200"]), torch.device("cuda"):
+        x, weights, own = torch.empty(16, 1024), stacked(fp4, 4, 1024, 512), shared(1024, 512)
+        assert fp8_hopper.suits_shared(x, weights, own)
+        # more tokens, another width, no codes, and scales in fp32
+        assert not fp8_hopper.suits_shared(torch.empty(17, 1024), weights, own)
+        assert not fp8_hopper.suits_shared(x, weights, shared(1024, 1024))
+        assert not fp8_hopper.suits_shared(x, weights, ExpertWeights(*(bf16(512, 1024) for _ in range(3))))
+        wide = [StoredMatrix(one.weight, torch.ones(one.scale.shape)) for one in own.matrices]
+        assert not fp8_hopper.suits_shared(x, weights, ExpertWeights(*wide))
+
+
+@pytest.mark.parametrize(
+    ("width", "tokens", "expected"),
+    [(4096, 8, (4, 2, 2)), (2048, 8, (4, 2, 2)), (4096, 16, (4, 1, 1)), (7168, 8, (4, 1, 2)), (7168, 16, (3, 1, 1))],
+)
+def test_buffers_fill_shared_memory(width, tokens, expected):
+    assert fp8_hopper.buffers(width, tokens) == expected
+
+
+def test_wide_chunks_for_many_pairs():
+    assert fp8_hopper.chunk(1280, 256) == 8
+    assert fp8_hopper.chunk(1281, 256) == 16
