@@ -3,6 +3,7 @@
 import textwrap
 from typing import TYPE_CHECKING
 
+from dsv4cli.commands.inspect.forms import show_forms
 from dsv4cli.output import UNIT_NOTE, Output, size_text
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def show_fit(
     answer = answer_fit(result, parse_machine(gpus, ram), context=context, batch=batch)
     out.document(fit_document(answer))
     _report(out, answer)
+    if answer.forms:
+        show_forms(out, answer.forms, context)
     return answer.runs
 
 

@@ -15,6 +15,7 @@ from dsv4cli.engine.weights import placement
 from dsv4cli.engine.weights.fill import fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
+from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
@@ -138,3 +139,17 @@ def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
     path, _ = write_nano(tmp_path, DS4)
     with pytest.raises(NotEnoughMemory, match=r"the weights take 0\.01 GB and cpu has 0\.01 GB free"):
         load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=10_000_000))
+
+
+def test_offloaded_blocks_give_the_same_bits(tmp_path, as_stored):
+    path, _ = write_nano(tmp_path, DS4)
+    source = FolderSource("test", path)
+    with use("torch"):
+        whole = load_model(source, Numerics.reference())
+        least = whole.stored_bytes - 500_000
+        divided = load_model(source, Numerics.reference(), limits=MemoryLimits(gpu=least))
+        offload = offload_of(divided)
+        assert offload is not None
+        assert offload.plan.division.offloaded > 0
+        assert offload.plan.block_types == {"w1.weight": "IQ2_XXS", "w2.weight": "Q2_K", "w3.weight": "IQ2_XXS"}
+        assert torch.equal(logits(divided), logits(whole))

@@ -32,7 +32,7 @@ def loaded_table(identity: GgufIdentity, *, blocks: bool) -> dict[str, TensorSpe
         if weight.form is None or as_fp4 or kind in PLAIN:
             found |= {spec.name: spec for spec in roles.values()}
         else:
-            found[weight.name] = _as_blocks(weight, kind)
+            found[weight.name] = blocks_of(weight, kind)
     return found
 
 
@@ -44,7 +44,8 @@ def _kinds_of_layer(identity: GgufIdentity, weight: TensorSpec) -> Iterator[str]
         yield info.dtype if info else ""
 
 
-def _as_blocks(weight: TensorSpec, kind: str) -> TensorSpec:
+def blocks_of(weight: TensorSpec, kind: str) -> TensorSpec:
+    """Return a matrix as rows of blocks of a type."""
     shape = (weight.shape[0], row_bytes(kind, weight.columns))
     return replace(weight, dtype=block_dtype(kind), shape=shape, form=None)
 

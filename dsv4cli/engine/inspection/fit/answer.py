@@ -1,10 +1,13 @@
 """The answer of `--fit`: whether the inspected model runs on a machine; no torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.source import RandomSource
 from dsv4cli.engine.inspection.fit.advice import Advice, advise
+from dsv4cli.engine.inspection.fit.compare import FormFit, compare_forms, forms_document
 from dsv4cli.engine.inspection.fit.machine import Machine
 from dsv4cli.engine.inspection.fit.plan import Fit, plan_fit
 from dsv4cli.engine.inspection.report import Inspection
@@ -16,12 +19,16 @@ SCHEMA = "dsv4.fit/3"
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """The answer. runs: whether `dsv4 run` would load and run the model here. steps: advice, best first."""
+    """The answer.
+
+    runs: whether `dsv4 run` would load and run the model here. steps: advice, best first. forms: those of its release.
+    """
 
     model: str
     fit: Fit
     steps: list[Advice]
     runs: bool
+    forms: list[FormFit] = field(default_factory=list)
 
 
 def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int) -> FitAnswer:
@@ -36,11 +43,13 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
     if identity is None:
         assert result.problem is not None
         raise result.problem
-    fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch)
+    table = loaded_table(identity, blocks=True) if isinstance(identity, GgufIdentity) else None
+    fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch, table=table)
     # hf:// is known to inspect alone
     name = source.repository if isinstance(source, RemoteSource) else source.name
     steps = advise(fit, name, result.problem, is_random=isinstance(source, RandomSource))
-    return FitAnswer(source.name, fit, steps, fit.best is not None and result.problem is None)
+    forms = compare_forms(identity.size, identity.config, machine, context=context)
+    return FitAnswer(source.name, fit, steps, fit.best is not None and result.problem is None, forms)
 
 
 def fit_document(answer: FitAnswer) -> dict[str, Any]:
@@ -64,4 +73,5 @@ def fit_document(answer: FitAnswer) -> dict[str, Any]:
             for share in fit.shares
         ],
         "next": [asdict(step) for step in answer.steps],
+        "forms": forms_document(answer.forms),
     }

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass, replace
 
+from dsv4cli.engine.inspection.fit.cards import CARDS, bare_name
 from dsv4cli.engine.system.host_memory import host_memory
 from dsv4cli.errors import UsageError
 
@@ -21,11 +22,6 @@ LABEL = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([GT])i?B", re.ASCII | re.IGNOREC
 FREE_OF_GPU, FREE_OF_RAM = 98, 95
 # a GPU that a user names by its size
 SIZED = "GPU of "
-# MiB that nvidia-smi reports for GPUs
-CARDS = {
-    "A10": 23028, "A40": 46068, "A100": 81920, "A6000": 49140, "L4": 23034, "L40": 46068, "L40S": 46068, "H20": 97871,
-    "H100": 81559, "H200": 143771, "B200": 183359, "3090": 24576, "4090": 24564, "5090": 32607, "PRO6000": 97887,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class Device:
     @property
     def label(self) -> str:
         """The name of such a GPU for --gpus."""
-        name = _bare(self.name)
+        name = bare_name(self.name)
         if name in CARDS:
             return name
         return self.name.removeprefix(SIZED) if self.name.startswith(SIZED) else f"{round(self.total / 2**30)}GB"
@@ -114,7 +110,7 @@ def _named_gpus(part: str, text: str) -> list[tuple[str, int, int]]:
     """Return name, total bytes and free bytes of each GPU that a part of the text names. Raises UsageError."""
     match = GPUS.fullmatch(part)
     count, name = (int(match[1] or 1), match[2]) if match else (0, "")
-    known = CARDS.get(_bare(name), 0) * 2**20
+    known = CARDS[bare].mib * 2**20 if (bare := bare_name(name)) in CARDS else 0
     size = known or _label(name, "G")
     if not count or not size:
         raise UsageError(
@@ -129,11 +125,6 @@ def _named_ram(text: str) -> Device:
     if not size:
         raise UsageError(f"--ram cannot be {text!r}", "give the RAM of the machine: --ram 192GB")
     return Device("cpu", "RAM", size, size * FREE_OF_RAM // 100)
-
-
-def _bare(name: str) -> str:
-    """Return the name of a card as spelled in CARDS."""
-    return re.sub(r"[\s_-]|NVIDIA|GEFORCE|RTX", "", name.upper())
 
 
 def _label(text: str, letters: str) -> int:

@@ -5,9 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import prod
 
-from dsv4cli.engine.checkpoint.headers import DTYPE_BITS
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.sharding import part_shape
+from dsv4cli.engine.weights.sizes import BITS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ def weigh(specs: Collection[TensorSpec], ranks: int) -> Weights:
     """Sum up one rank's part of the table, which `ranks` must divide."""
     total, whole = 0, Counter[str]()
     for spec in specs:
-        nbytes = prod(part_shape(spec, ranks)) * DTYPE_BITS[spec.dtype] // 8
+        nbytes = prod(part_shape(spec, ranks)) * BITS[spec.dtype] // 8
         total += nbytes
         if spec.shard is None:
             whole[spec.family] += nbytes

@@ -3,9 +3,10 @@
 `placement.decide` places the weights, as in loading; the KV cache and a step must fit too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.config.model_config import Drafter, ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -35,6 +36,7 @@ class Fit:
         layers: how many of the first layers the `largest` device can run, None if the whole model runs.
         more_gpus: GPUs like the machine's that would hold the model.
         more_host: the share that would run with `host_needed` bytes of free host memory.
+        blocks: whether the weights are GGUF blocks, which only plain PyTorch keeps as stored.
     """
 
     context: int
@@ -54,6 +56,7 @@ class Fit:
     more_gpus: Share | None
     more_host: Share | None
     host_needed: int
+    blocks: bool = False
 
     @property
     def nearest(self) -> Share:
@@ -66,20 +69,25 @@ class Fit:
         return self.nearest.missing
 
 
-def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context: int, batch: int) -> Fit:
+def plan_fit(
+    config: ModelConfig,
+    formats: Formats,
+    machine: Machine,
+    *,
+    context: int,
+    batch: int,
+    table: Mapping[str, TensorSpec] | None = None,
+) -> Fit:
     """Return whether the model fits and what each device would hold.
+
+    table: the tensors that are loaded, if they are not those of the formats.
 
     Raises UsageError for a context or batch that the engine does not support, UnsupportedHardware for a machine of
     unknown hardware.
     """
     longest = config.max_position_embeddings
-    require(1 <= context <= longest, "--max-context", f"{context:,}", f"use a number from 1 to {longest:,}")
-    require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for their turn")
-    if not machine.gpus and machine.cpu is None:
-        raise UnsupportedHardware(
-            "cannot detect how much memory this system has", "set it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
-        )
-    model = SharedModel(config, formats, machine.host)
+    _check(machine, context, batch, longest)
+    model = SharedModel(config, formats, machine.host, table)
     shares = tuple(_shares(model, machine, context, batch))
     best = _best(shares)
     ways = [best] if best else _ways(tuple(_shares(model, machine, 1, 1)))
@@ -106,7 +114,31 @@ def plan_fit(config: ModelConfig, formats: Formats, machine: Machine, *, context
         more_gpus=_more_gpus(model, machine, context, batch) if lacks_gpu else None,
         more_host=host,
         host_needed=needed,
+        blocks=table is not None,
     )
+
+
+def _check(machine: Machine, context: int, batch: int, longest: int) -> None:
+    """Raise UsageError for a context or batch that does not exist, UnsupportedHardware for unknown hardware."""
+    require(1 <= context <= longest, "--max-context", f"{context:,}", f"use a number from 1 to {longest:,}")
+    require(1 <= batch <= MAX_SLOTS, "--batch", batch, f"use a number from 1 to {MAX_SLOTS}, more wait for their turn")
+    if not machine.gpus and machine.cpu is None:
+        raise UnsupportedHardware(
+            "cannot detect how much memory this system has", "set it: --ram 64GB, and GPUs if any: --gpus 1x80GB"
+        )
+
+
+def best_share(model: SharedModel, machine: Machine, context: int) -> tuple[Share | None, int]:
+    """Return the best way to run one sequence of `context` tokens, None if none fits, and the missing bytes."""
+    shares = tuple(_shares(model, machine, context, 1))
+    best = _best(shares)
+    return best, 0 if best else min((share.missing for share in shares), default=0)
+
+
+def most_context(model: SharedModel, share: Share) -> int:
+    """Return the largest context of one sequence on the devices of a share."""
+    longest = model.config.max_position_embeddings
+    return _largest(longest, lambda count: model.share(share.devices, count, 1).fits)
 
 
 def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> Iterator[Share]:

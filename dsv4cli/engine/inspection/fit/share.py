@@ -82,13 +82,22 @@ class Share:
 
 
 class SharedModel:
-    """A model to be split over devices, with `host` bytes of free host memory (None for unlimited)."""
+    """A model to be split over devices, with `host` bytes of free host memory (None for unlimited).
 
-    def __init__(self, config: ModelConfig, formats: Formats, host: int | None) -> None:
+    table: the tensors that are loaded, if they are not those of the formats.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        formats: Formats,
+        host: int | None,
+        table: Mapping[str, TensorSpec] | None = None,
+    ) -> None:
         self.config = config
         self.formats = formats
         self.host = host
-        self._table = list(loaded_tensors(config, formats).values())
+        self._table = list((loaded_tensors(config, formats) if table is None else table).values())
         # one tensor per kind: the many experts are alike
         self._kinds = list({(spec.dtype, spec.shape, spec.shard): spec for spec in self._table}.values())
         self._sizes: dict[int, RankSizes] = {}

@@ -1,0 +1,61 @@
+"""The forms in which a release can be downloaded: their formats and tensors, without any file; no torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dsv4cli.engine.checkpoint.gguf.loading import blocks_of
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, loaded_tensors
+from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.engine.config.storage import Formats
+
+WIDE = Formats("f32", "f32", "f32")
+# types of ds4's files by the end of the GGUF name, the most downloaded ones; Q8_0 for all other matrices
+TWO_BIT = {"ffn_gate_exps.weight": "IQ2_XXS", "ffn_up_exps.weight": "IQ2_XXS", "ffn_down_exps.weight": "Q2_K"}
+FOUR_BIT = dict.fromkeys(TWO_BIT, "Q4_K")
+OTHERS = "Q8_0"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form of a release.
+
+    Attributes:
+        name: for the table and the JSON document.
+        source: where it can be downloaded; FILE stands for a GGUF file.
+        config, formats, table: the model, the formats and the tensors that are loaded.
+        kernels: whether the Triton kernels compute with it; if not, only plain PyTorch keeps it as stored.
+    """
+
+    name: str
+    source: str
+    config: ModelConfig
+    formats: Formats
+    table: Mapping[str, TensorSpec]
+    kernels: bool = True
+
+
+def forms_of(size: str, config: ModelConfig) -> list[Form]:
+    """Return the forms of a release of this size, an empty list for any other model."""
+    if size not in ("flash", "pro"):
+        return []
+    nvfp4, plain = Formats(experts="nvfp4", draft_experts="fp4"), config.without_drafter()
+    nvidia = f"nvidia/DeepSeek-V4-{size.capitalize()}-NVFP4"
+    return [
+        Form("official", size, config, Formats(), loaded_tensors(config, Formats())),
+        Form("NVFP4", nvidia, config, nvfp4, loaded_tensors(config, nvfp4)),
+        Form("4-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, FOUR_BIT), kernels=False),
+        Form("2-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, TWO_BIT), kernels=False),
+    ]
+
+
+def _gguf(config: ModelConfig, experts: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the tensors of a GGUF file with these types of experts."""
+    return {name: _stored(spec, experts) for name, spec in expected_tensors(config, WIDE).items()}
+
+
+def _stored(spec: TensorSpec, experts: Mapping[str, str]) -> TensorSpec:
+    if spec.form is None:
+        return spec
+    kind = OTHERS if spec.expert is None else experts[gguf_name(spec).split(".", 2)[2]]
+    return blocks_of(spec, kind)
