@@ -175,10 +175,10 @@ class Output:
     @contextmanager
     def _lines(self, label: str, amount: Callable[[float], str]) -> Iterator[WorkProgress]:
         progress = WorkProgress(label, amount, duration_text)
-        with nullcontext() if self.silent else reported_regularly(progress, self._told):
+        with nullcontext() if self.silent else reported_regularly(progress, self._print_progress):
             yield progress
 
-    def _told(self, text: str) -> bool:
+    def _print_progress(self, text: str) -> bool:
         try:
             self.status(text)
         except (ReaderGone, OSError):  # stderr is closed or its disk is full: the command's next line reports that

@@ -69,12 +69,12 @@ class WorkProgress:
 
 
 @contextmanager
-def reported_regularly(progress: WorkProgress, tell: Callable[[str], bool]) -> Iterator[None]:
-    """Report progress every 30 seconds from another thread, until the block ends or `tell` returns False."""
+def reported_regularly(progress: WorkProgress, report: Callable[[str], bool]) -> Iterator[None]:
+    """Report progress every 30 seconds from another thread, until the block ends or `report` returns False."""
     ended = threading.Event()
 
     def run() -> None:
-        while not ended.wait(SECONDS_BETWEEN_LINES) and tell(progress.sentence()):
+        while not ended.wait(SECONDS_BETWEEN_LINES) and report(progress.sentence()):
             pass
 
     thread = threading.Thread(target=run, name="progress", daemon=True)

@@ -45,6 +45,7 @@ BANNED = {
     r"\bequally many\b": "the same number of",
 }
 NAMES = {"Pick", "Ran", "Offer", "Usual", "Meanwhile", "Posed", "Asked", "Apart"}
+DEFINED = {"drawn", "drawable", "drawn_of", "give_way", "hear", "posed", "pose", "told_apart", "WAYS"}
 FILES = {"ways", "gate", "pace", "ahead", "drawable", "drawing", "prepare", "preparing"}
 SINCE = "2026-11-29T00:00:00Z"  # 34 subjects before this rule are longer
 LONGEST_SUBJECT = 72  # characters
@@ -69,6 +70,18 @@ def texts() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") > 1:
                 yield f"{file}:{node.lineno}", node.value
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """The names of functions, arguments, fields and constants, without leading underscores."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name.lstrip("_")
+            yield from (one.arg for one in (*node.args.args, *node.args.kwonlyargs))
+        elif isinstance(node, ast.ClassDef | ast.Module):
+            for one in node.body:
+                targets = one.targets if isinstance(one, ast.Assign) else [getattr(one, "target", None)]
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
 def helps() -> Iterator[tuple[str, str]]:
@@ -108,6 +121,7 @@ def test_no_name_is_banned():
         if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in NAMES
     }
     assert classes == set()
+    assert {f"{file}: {name}" for file, tree in trees().items() for name in defined(tree) if name in DEFINED} == set()
     assert [file for file in trees() if file.rsplit("/", 1)[-1].removesuffix(".py") in FILES] == []
 
 

@@ -89,15 +89,15 @@ def pastes_marked() -> Iterator[None]:
 
 def mark_pastes() -> None:
     """Enable bracketed paste again, inside `pastes_marked`, after an editor or another program has disabled it."""
-    _tell_terminals(_MARK_PASTES)
+    _write_to_terminals(_MARK_PASTES)
 
 
 def leave_pastes() -> None:
     """Disable bracketed paste for the terminal's next user."""
-    _tell_terminals(_LEAVE_PASTES)
+    _write_to_terminals(_LEAVE_PASTES)
 
 
-def _tell_terminals(code: bytes) -> None:
+def _write_to_terminals(code: bytes) -> None:
     for number in _marking:
         with suppress(OSError):  # the terminal is gone
             os.write(number, code)

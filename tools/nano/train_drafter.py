@@ -113,11 +113,11 @@ class Trainer:
         """Train until the time is over."""
         names = ("model", "minutes", "seed", "rate", "rows", "places", "device")
         self.log({"torch": torch.__version__} | {name: getattr(self.arguments, name) for name in names})
-        inputs = self.inputs(self.drawn())
+        inputs = self.inputs(self.random_rows())
         run = self.launched(inputs)
         saved = self.seconds
         while self.share < 1:
-            for ours, theirs in zip(flat(inputs), flat(self.inputs(self.drawn())), strict=True):
+            for ours, theirs in zip(flat(inputs), flat(self.inputs(self.random_rows())), strict=True):
                 ours.copy_(theirs)
             loss, loads = run()
             self.update(loads)
@@ -130,7 +130,7 @@ class Trainer:
         self.save()
         self.log({"held_back": self.evaluate()})
 
-    def drawn(self) -> torch.Tensor:
+    def random_rows(self) -> torch.Tensor:
         """Return random row numbers for a step: int64 [B]."""
         return torch.randint(len(self.ids) - HELD_BACK, (self.arguments.rows,), device=self.device)
 

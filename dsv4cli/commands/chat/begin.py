@@ -40,8 +40,8 @@ def begin_session(
     """
     if begin.listed:
         _list_sessions(out, begin.folder)
-    ways = {"--continue": begin.go_on, "--resume": begin.resume is not None, "--session": begin.file is not None}
-    names = [name for name, chosen in ways.items() if chosen]
+    options = {"--continue": begin.go_on, "--resume": begin.resume is not None, "--session": begin.file is not None}
+    names = [name for name, chosen in options.items() if chosen]
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "use one of them")
     session, file = Session(SessionJournal(begin.folder), begin.file), begin.file

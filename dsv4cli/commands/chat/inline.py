@@ -143,7 +143,7 @@ def _agreed(text: str, pair: Pair) -> bool:
     before = text[max(pair.opened - 4, 0) : pair.opened].rstrip("*_")[-1:]
     after = text[pair.closed : pair.closed + 4].lstrip("*_")[:1]
     between = text[pair.start : pair.end]
-    if not _apart(before, after, between, strong):
+    if not _at_word_edges(before, after, between, strong):
         return False
     if between[0] in NO_BEGIN or between[-1] in NO_END:
         return False
@@ -154,7 +154,7 @@ def _agreed(text: str, pair: Pair) -> bool:
     return strong or (begins and CODE_LIKE.search(plain) is None)
 
 
-def _apart(before: str, after: str, between: str, strong: bool) -> bool:
+def _at_word_edges(before: str, after: str, between: str, strong: bool) -> bool:
     """Return whether the marks are at word edges, rather than inside an expression, a path or a pattern."""
     if LETTER.match(before) or LETTER.match(after):
         return False

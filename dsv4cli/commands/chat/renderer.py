@@ -161,7 +161,7 @@ class Renderer:
     _thoughts: int = 0
     _code: Code | None = None
     _empty: int | None = None  # empty lines held back until another line follows; None before the first line
-    _apart: bool = False  # at least one empty line comes next
+    _wants_empty_line: bool = False  # at least one empty line comes next
     _columns: int = 0  # width of the incomplete block; below: its characters when it was last rendered
     _characters: int = 0
     _lines: int = 0  # lines of the block already shown
@@ -188,7 +188,7 @@ class Renderer:
             self._blocks_out(self._blocks.flush())
         self.out.end_line()
         self._code = self._empty = None
-        self._apart = False
+        self._wants_empty_line = False
 
     def _say(self, text: str) -> None:
         if self.markdown:
@@ -216,7 +216,7 @@ class Renderer:
             assert self._code is not None
             self._out([painted(self._code.push(block.text), self.out.colours.stdout)])
         else:  # code has an empty line before and after it, even if the model wrote none
-            self._apart = True
+            self._wants_empty_line = True
             words = block.text.split(maxsplit=1)
             self._code = Code(words[0]) if words else Code("")
             if block.text:
@@ -241,9 +241,9 @@ class Renderer:
             self._lines = len(lines)
 
     def _out(self, lines: list[str]) -> None:
-        empty = 0 if self._empty is None else max(self._empty, int(self._apart))
+        empty = 0 if self._empty is None else max(self._empty, int(self._wants_empty_line))
         self.out.rendered([""] * empty + lines)
-        self._empty, self._apart = 0, False
+        self._empty, self._wants_empty_line = 0, False
 
     def _think(self, text: str, thoughts: int) -> None:
         if self._thought_since is None:

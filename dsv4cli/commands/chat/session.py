@@ -67,11 +67,11 @@ class Session:
 
         content = (json.dumps(self.document(), ensure_ascii=False, indent=1) + "\n").encode(errors="surrogatepass")
         path = path.resolve()  # so that a symbolic link stays a link
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            write_file(path, content, beside, 0o600)
+            write_file(path, content, temporary, 0o600)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self._note(path, content)
 
     def _note(self, path: Path, content: bytes) -> None:

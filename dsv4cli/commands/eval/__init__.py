@@ -12,9 +12,9 @@ from dsv4cli.commands.eval.asking import (
     EvalOptions,
     ModelResults,
     ask_all,
-    beside,
     build_asking,
     questions_of,
+    second_results,
     stored_results,
 )
 from dsv4cli.commands.eval.remote import RemoteEval
@@ -157,7 +157,7 @@ def _both(
         )
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
     first = build_asking(job, given, questions)
-    second = build_asking(other, replace(given, out=beside(given.out)), questions)
+    second = build_asking(other, replace(given, out=second_results(given.out)), questions)
     _report_questions(job, first)
     found = _results(job, tp, False, lambda: first)
     return None if found is None else (found, _results(other, tp, False, lambda: second))

@@ -63,7 +63,7 @@ class Asking(NamedTuple):
     into: list[ModelResults]
 
 
-def beside(out: Path | None) -> Path | None:
+def second_results(out: Path | None) -> Path | None:
     """Return the results file of the other model."""
     return None if out is None else out.with_name(f"{out.stem}.against{out.suffix}")
 
@@ -133,12 +133,12 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
 
 
 def _eval_requests(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalRequest]":
-    from dsv4cli.engine.evaluation.eval_request import pose
+    from dsv4cli.engine.evaluation.eval_request import build_request
 
     requests, bad = [], []
     for index, item in enumerate(asked.items):
         try:
-            requests.append(pose(index, item, job.dialogue, job.sampling, job.limits, by_answer))
+            requests.append(build_request(index, item, job.dialogue, job.sampling, job.limits, by_answer))
         except UsageError as error:
             bad.append((item.id, error))
     if bad:
@@ -175,23 +175,23 @@ def _outcomes(job: Job, missing: "list[EvalRequest]", total: int, clock: Clock) 
         from dsv4cli.engine.evaluation.eval_request import carry_out
         from dsv4cli.engine.weights.offload import offload_of
 
-        def tell(waiting: bool = False) -> None:
+        def show_progress(waiting: bool = False) -> None:
             show(done, total, clock.activity(waiting))
 
         def note(token: "Token", later: bool) -> None:
             clock.tick(token.prepared, later=later)
             if clock.tokens % TOKENS_BETWEEN == 0:
-                tell()
+                show_progress()
 
         clock.start, clock.experts = perf_counter(), offload_of(model)
-        tell()
+        show_progress()
         for outcome in carry_out(
-            model, missing, job.device, on_token=note, on_preparing=tell, followers=job.process.followers,
+            model, missing, job.device, on_token=note, on_preparing=show_progress, followers=job.process.followers,
             drafting=job.drafting, on_end=clock.note_end,
         ):  # fmt: skip
             done += 1
             yield outcome
-            tell()
+            show_progress()
 
 
 @contextmanager

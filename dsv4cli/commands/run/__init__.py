@@ -192,7 +192,9 @@ def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs:
     check_samples(given.samples)
     _check_modes(given)
     if only_show:
-        _apart("--show-prompt", {"--score": given.score, "--samples": given.samples > 1 or None, "--out": given.out})
+        _refuse_together(
+            "--show-prompt", {"--score": given.score, "--samples": given.samples > 1 or None, "--out": given.out}
+        )
     if logprobs and not (as_json or given.score or given.prompts):
         raise UsageError("--logprobs needs JSON output", "add --json")
 
@@ -204,18 +206,18 @@ def _check_modes(given: Inputs) -> None:
     if len(names) > 1:
         raise UsageError(f"{names[0]} and {names[1]} cannot be combined", "use one of them")
     for name in names:
-        _apart(name, own)
+        _refuse_together(name, own)
     if given.system is not None and names and names[0] in ("--messages", "--score"):
         raise UsageError(f"--system and {names[0]} cannot be combined", "put the system message into the file")
     if given.score is not None:
-        _apart("--score", {"--samples": given.samples > 1 or None})
+        _refuse_together("--score", {"--samples": given.samples > 1 or None})
     if given.prompts is None and (given.out is not None or given.skip_bad):
         raise UsageError(
             f"{'--out' if given.out else '--skip-bad'} works only with --prompts", "add --prompts FILE.jsonl"
         )
 
 
-def _apart(option: str, others: Mapping[str, object]) -> None:
+def _refuse_together(option: str, others: Mapping[str, object]) -> None:
     """Raise UsageError if one of the others is set in addition to this option."""
     for name, value in others.items():
         if value is not None:

@@ -137,10 +137,10 @@ def _answers_of(
         count, limits = question.samples or source.samples, question.limits(job.limits)
         for sample in range(count):
             sampling = question.sampling(defaults, sample)
-            way = asdict(sampling) | asdict(limits) | {"model": job.source.name, "ids": ids}
-            way["dtype"] = job.execution.dtype
-            del way["seed"], way["prefill_chunk"]
-            digest = hashlib.sha256(json.dumps(way, sort_keys=True).encode()).hexdigest()[:16]
+            settings = asdict(sampling) | asdict(limits) | {"model": job.source.name, "ids": ids}
+            settings["dtype"] = job.execution.dtype
+            del settings["seed"], settings["prefill_chunk"]
+            digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
             answers.append(
                 WantedAnswer(question, sample if count > 1 else None, Request(ids, sampling, limits), digest)
             )
@@ -199,16 +199,16 @@ def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
     lengths = [len(one.request.prompt) for one in many.answers]
     with job.model(lengths) as model, job.out.counting("answers") as show:
 
-        def tell(waiting: bool = False) -> None:
+        def show_progress(waiting: bool = False) -> None:
             show(done, many.total, clock.activity(waiting))
 
-        tell()
-        for number, answer, _ in model_answers(job, model, [one.request for one in many.answers], clock, tell):
+        show_progress()
+        for number, answer, _ in model_answers(job, model, [one.request for one in many.answers], clock, show_progress):
             if answer.finish:
                 one, done = many.answers[number], done + 1
                 take(one, one.head() | record_of(job, answer, one.request) | {"seed": one.request.sampling.seed})
             if answer.finish or clock.tokens % TOKENS_BETWEEN == 0:
-                tell()
+                show_progress()
 
 
 def _is_follower(job: Job) -> bool:

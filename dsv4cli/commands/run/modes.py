@@ -119,6 +119,6 @@ def answer_samples(job: Job, samples: Samples) -> None:
 
 def record_of(job: Job, answer: "Answer", request: "Request") -> dict[str, Any]:
     """Return the fields of an answer for JSON output."""
-    prompt, drawn = len(request.prompt), len(answer.tokens)
-    usage = {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    prompt, completion = len(request.prompt), len(answer.tokens)
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
     return answer.record() | {"usage": usage} | ({"logprobs": answer.logprobs()} if job.limits.logprobs else {})

@@ -92,12 +92,12 @@ class LineFile:
         lines = b"".join(map(_line, records))
         if lines != self.path.read_bytes():
             # does not contain the file's name, which may already have the maximum length
-            beside = self.path.with_name(f".dsv4-{os.getpid()}")
+            temporary = self.path.with_name(f".dsv4-{os.getpid()}")
             try:
                 with self._writing(len(records)):
-                    write_file(self.path, lines, beside, stat.S_IMODE(os.fstat(self._file).st_mode))
+                    write_file(self.path, lines, temporary, stat.S_IMODE(os.fstat(self._file).st_mode))
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self, kept: int) -> Iterator[None]:

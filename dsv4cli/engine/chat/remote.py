@@ -114,7 +114,7 @@ class RemoteConversation:
         Raises:
             ServerError: the server cannot be reached, or cannot count tokens.
         """
-        count = self._tokenized({**self._asked(messages), "add_generation_prompt": True}, "count")
+        count = self._tokenized({**self._prompt_fields(messages), "add_generation_prompt": True}, "count")
         if not isinstance(count, int):
             raise self.client.other_format()
         return count
@@ -179,7 +179,7 @@ class RemoteConversation:
         Args:
             level: the thinking level; None for the conversation's.
         """
-        body = self._asked(messages, level) | {"stream": True, "stream_options": {"include_usage": True}}
+        body = self._prompt_fields(messages, level) | {"stream": True, "stream_options": {"include_usage": True}}
         body |= {"max_tokens": limits.max_tokens, "seed": sampling.seed}
         given = sampling.given if isinstance(sampling, RemoteSampling) else {"temperature", "top_p"}
         body |= {name: getattr(sampling, name) for name in sorted(given)}
@@ -200,7 +200,7 @@ class RemoteConversation:
         if self._models[self.model].get("owned_by") != OURS:
             raise UsageError(f"{self.client.url} is not dsv4 serve, and has no thinking budget", "omit --think-budget")
 
-    def _asked(self, messages: Sequence[Message], level: str | None = None) -> dict[str, Any]:
+    def _prompt_fields(self, messages: Sequence[Message], level: str | None = None) -> dict[str, Any]:
         """Return the request in OpenAI's format, with the thinking level in the fields that such servers read."""
         plain, tools = without_tools(messages)
         level = level or self._level

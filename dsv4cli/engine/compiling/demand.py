@@ -156,7 +156,9 @@ def _sampled(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tup
 
     Other pairs launch no further kernels, because sampling depends only on the number of rows.
     """
-    return [(one, samplings[0]) for one in computed] + [(one, way) for one in computed[:1] for way in samplings[1:]]
+    return [(one, samplings[0]) for one in computed] + [
+        (one, sampling) for one in computed[:1] for sampling in samplings[1:]
+    ]
 
 
 def _parts(most: int) -> Iterator[tuple[int, int]]:

@@ -77,8 +77,8 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
     config = demand.config
     specs = loaded_tensors(config, demand.formats)
     sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
-    beside = reserves(config, demand.formats, demand.load, demand.ranks)
-    placement = decide(sizes, demand.memory, beside, demand.drafting)
+    reserved = reserves(config, demand.formats, demand.load, demand.ranks)
+    placement = decide(sizes, demand.memory, reserved, demand.drafting)
     config = config if placement.drafter else config.without_drafter()
     return replace(demand, config=config, chunk=placement.chunk), placement.division
 

@@ -81,7 +81,7 @@ class EvalRequest:
         return found
 
 
-def pose(
+def build_request(
     index: int, item: EvalItem, defaults: Dialogue, sampling: Sampling, limits: Limits, by_answer: bool
 ) -> EvalRequest:
     """Turn an item into engine requests.
@@ -99,17 +99,17 @@ def pose(
         raise UsageError(f'"think" is true, but the score "{item.score}" does not allow thinking', remedy)
     dialogue = _dialogue(defaults, False if scored else item.think)
     prompt = dialogue.prompt(item.messages)
-    posed = EvalRequest(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
+    built = EvalRequest(index, item, dialogue, prompt.ids, prompt.lookalikes, not scored, [])
     if scored:
         limits = replace(limits, logprobs=1)
         for text in _texts(item, dialogue):
             ids = prompt.ids + text
             check_text(ids, dialogue.config, limits, "the prompt plus the scored text")
-            posed.requests.append(Request(ids, Sampling(), limits, scored=True))
-        return posed
+            built.requests.append(Request(ids, Sampling(), limits, scored=True))
+        return built
     max_new_tokens(prompt.ids, dialogue.config, limits)
-    posed.requests.append(Request(prompt.ids, sampling.plus(index), limits))
-    return posed
+    built.requests.append(Request(prompt.ids, sampling.plus(index), limits))
+    return built
 
 
 def _dialogue(defaults: Dialogue, think: bool | None) -> Dialogue:
@@ -149,7 +149,7 @@ def _token_id(tokenizer: Tokenizer, spelt: bytes) -> int:
 
 def carry_out(
     model: Transformer,
-    posed: Sequence[EvalRequest],
+    requests: Sequence[EvalRequest],
     device: torch.device | str,
     *,
     on_token: Callable[[Token, bool], None],
@@ -172,7 +172,7 @@ def carry_out(
         UnsoundResult: logits are not finite.
         NotEnoughMemory: a step needs more memory than there is.
     """
-    ordered = sorted(posed, key=lambda one: not one.sampled)
+    ordered = sorted(requests, key=lambda one: not one.sampled)
     owners = {request: one for one in ordered for request in one.requests}
     lengths = [end_of(request, model.config) for request, one in owners.items() if one.sampled]
     capacity = Capacity(len(owners), max(lengths, default=None))
@@ -192,39 +192,39 @@ def carry_out(
         on_end(engine)
 
 
-def _answered(posed: EvalRequest) -> Outcome:
-    reply, item = posed.answer.record(), posed.item
+def _answered(request: EvalRequest) -> Outcome:
+    reply, item = request.answer.record(), request.item
     judged = judge(item, reply)
     return Outcome(
-        *(posed.index, item.id, item.task, item.score, judged.ruling, judged.given),
-        *(len(posed.prompt), len(posed.answer.tokens)),
+        *(request.index, item.id, item.task, item.score, judged.ruling, judged.given),
+        *(len(request.prompt), len(request.answer.tokens)),
         content=reply["content"],
         reasoning_content=reply["reasoning_content"],
         finish_reason=reply["finish_reason"],
-        seed=posed.requests[0].sampling.seed,
-        note=judged.note or posed.answer.complaint or None,
+        seed=request.requests[0].sampling.seed,
+        note=judged.note or request.answer.complaint or None,
     )
 
 
-def _scored(posed: EvalRequest) -> Outcome:
-    item, start = posed.item, len(posed.prompt)
-    known = [posed.rows[request][:-1] for request in posed.requests]  # nothing follows the last token
+def _scored(request: EvalRequest) -> Outcome:
+    item, start = request.item, len(request.prompt)
+    known = [request.rows[text][:-1] for text in request.requests]  # nothing follows the last token
     totals = [sum(logprob for logprob, _ in rows) for rows in known]
     count = sum(map(len, known))
     if item.score == "choice":
         best, right = max(range(len(totals)), key=totals.__getitem__), item.choices.index(str(item.answer))
         ruling, given, nll = best == right, item.choices[best], -totals[right] / len(known[right])
         return Outcome(
-            *(posed.index, item.id, item.task, item.score, "correct" if ruling else "wrong", given, start, count),
+            *(request.index, item.id, item.task, item.score, "correct" if ruling else "wrong", given, start, count),
             logprobs=totals,
             nll=nll,
         )
-    ids = posed.requests[0].prompt[start:]
+    ids = request.requests[0].prompt[start:]
     agrees = [top[0][0] == id_ for (_, top), id_ in zip(known[0], ids, strict=True)]
     prefix = next((number for number, same in enumerate(agrees) if not same), len(agrees))
-    given = posed.dialogue.tokenizer.decode(ids[:prefix])
+    given = request.dialogue.tokenizer.decode(ids[:prefix])
     return Outcome(
-        *(posed.index, item.id, item.task, item.score, "correct" if prefix else "wrong", given, start, count),
+        *(request.index, item.id, item.task, item.score, "correct" if prefix else "wrong", given, start, count),
         nll=-totals[0] / len(ids),
         common_prefix=prefix,
     )

@@ -72,12 +72,12 @@ class RemoteSource:
 
         Raises as `identify`, and HubError.
         """
-        return self._told(lambda remote: identify(remote.folder, lambda folder: whole(remote.checkpoint)))
+        return self._identified(lambda remote: identify(remote.folder, lambda folder: whole(remote.checkpoint)))
 
     @cached_property
     def recognised(self) -> FolderIdentity:
         """The identity in any layout that `dsv4 convert` reads. Raises as `recognise`, and HubError."""
-        return self._told(lambda remote: recognise(remote.folder, lambda folder: remote.checkpoint))
+        return self._identified(lambda remote: recognise(remote.folder, lambda folder: remote.checkpoint))
 
     @cached_property
     def headers(self) -> "RemoteHeaders":
@@ -90,7 +90,7 @@ class RemoteSource:
 
         return remote_headers(self.repository, retry.RetryPolicy(report=retry.Notices(self.say)))
 
-    def _told(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
+    def _identified(self, find: "Callable[[RemoteHeaders], FolderIdentity]") -> FolderIdentity:
         remote = self.headers
         try:
             return find(remote)

@@ -154,8 +154,8 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any]) -> BaselineCompar
 def _contexts(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the first pair of contexts that differ. In a kernels document, each line has its own context."""
     old, new = ({_label(line): line.get("context") for line in document["results"]} for document in (before, now))
-    apart = [(old[name], context) for name, context in new.items() if name in old and old[name] != context]
-    return {"context": apart[0]} if apart else {}
+    changed = [(old[name], context) for name, context in new.items() if name in old and old[name] != context]
+    return {"context": changed[0]} if changed else {}
 
 
 def in_doubt(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -60,7 +60,7 @@ def draw_roofline(document: Mapping[str, Any], path: Path) -> None:
         axes.grid(alpha=0.25, linewidth=0.5)
         _ceilings(axes, document["ceilings"])
         for line in lines:
-            axes.plot(*_place(line), "o", color=colors[line["family"]], markersize=6, markeredgecolor="white")
+            axes.plot(*_point(line), "o", color=colors[line["family"]], markersize=6, markeredgecolor="white")
         _numbers(axes, lines, numbers, colors)
     figure.suptitle(
         f"{document['model']} on {document['machine']['device']}: roofline of each operation", y=0.97, fontsize=14
@@ -89,7 +89,7 @@ def _panels(figure: Any, measured: Sequence[Mapping[str, Any]]) -> Iterator[tupl
         axes.set_axis_off()
 
 
-def _place(line: Mapping[str, Any]) -> tuple[float, float]:
+def _point(line: Mapping[str, Any]) -> tuple[float, float]:
     return line["flops"] / line["bytes"], line["flops_per_second"] / 1e12
 
 
@@ -101,7 +101,7 @@ def _span(
     measured: Sequence[Mapping[str, Any]], axis: int, ceilings: Mapping[str, Any] | None = None
 ) -> tuple[float, float]:
     """Return the limits of an axis that all panels share; the highest ceiling is within them."""
-    values = [_place(line)[axis] for line in measured] or [1.0]
+    values = [_point(line)[axis] for line in measured] or [1.0]
     highest = max(ceilings["matmul_flops"].values(), default=1e12) / 1e12 if ceilings else max(values)
     return min(values) / 2, max(*values, highest) * 2.5
 
@@ -133,7 +133,7 @@ def _numbers(
     axes: Any, lines: Sequence[Mapping[str, Any]], numbers: Mapping[str, int], colors: Mapping[str, Any]
 ) -> None:
     """Write each operation's number as near to its point as the other numbers leave space, joined where far."""
-    pixels = [tuple(axes.transData.transform(_place(line))) for line in lines]
+    pixels = [tuple(axes.transData.transform(_point(line))) for line in lines]
     pixel = 72 / DPI  # in points: an SVG has other pixels
     height = POINTS / pixel
     boxes = places([(str(numbers[line["name"]]), at) for line, at in zip(lines, pixels, strict=True)], pixels, height)
@@ -142,7 +142,7 @@ def _numbers(
         color = colors[line["family"]]
         join = {"arrowstyle": "-", "linewidth": 0.5, "color": color} if abs(up) > 1.5 * height else None
         axes.annotate(
-            str(numbers[line["name"]]), _place(line), (right * pixel, up * pixel), textcoords="offset points",
+            str(numbers[line["name"]]), _point(line), (right * pixel, up * pixel), textcoords="offset points",
             fontsize=POINTS, color=color, ha="center", va="center", arrowprops=join,
         )  # fmt: skip
 

@@ -113,7 +113,7 @@ class _Target:
     load: Workload = Workload()  # noqa: RUF009 - frozen
     as_stored: bool = False
 
-    def room(self) -> FreeMemory:
+    def least_free_memory(self) -> FreeMemory:
         """Return the least free memory over all ranks, so that all ranks decide the same."""
         on_gpu = self.device.type == "cuda"
         found = [free_memory(self.device) if on_gpu else None, free_memory(torch.device("cpu"))]
@@ -173,8 +173,8 @@ def _placed(
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
     ranks, divides = target.world.size, target.world.divides_from is not None
     triton = chosen() != "torch"
-    beside = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides)
-    placement = decide(sizes, target.room(), beside, target.drafting)
+    reserved = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides)
+    placement = decide(sizes, target.least_free_memory(), reserved, target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement
     config = config.without_drafter()

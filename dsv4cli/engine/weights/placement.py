@@ -61,10 +61,10 @@ class FreeMemory:
             return self.gpu
         return None if self.host_weights is None else self.host_weights // self.ranks_here
 
-    def weights(self, beside: Reserve) -> int:
+    def weights(self, reserved: Reserve) -> int:
         """Return the largest number of bytes of weights on the GPU."""
         if self.limits.gpu is None:
-            return (self.gpu or 0) - beside.total
+            return (self.gpu or 0) - reserved.total
         return self.limits.gpu
 
     @property
@@ -130,7 +130,7 @@ class Placement:
 
 
 def decide(
-    sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
+    sizes: RankSizes, memory: FreeMemory, reserved: Sequence[Reserve], drafting: Drafting = AUTO_DRAFTING
 ) -> Placement:
     """Return the placement of each rank's weights.
 
@@ -139,31 +139,31 @@ def decide(
     `drafting` requires it, because drafting does not pay off there.
 
     Args:
-        beside: memory reserved besides weights, for each possible chunk size, the preferred one first.
+        reserved: memory reserved besides weights, for each possible chunk size, the preferred one first.
 
     Raises NotEnoughMemory.
     """
     if memory.on_cpu:
-        beside = _up_to(CPU_CHUNK, beside)
+        reserved = _up_to(CPU_CHUNK, reserved)
     without = replace(sizes, total=sizes.main, drafter=0)
     wanted = drafting.most != 0 and sizes.drafter > 0
-    large = [one for one in beside if one.chunk >= DRAFTER_CHUNK]
-    found = _whole(sizes, memory, beside if drafting.required else large or beside) if wanted else None
-    if found is not None and (drafting.required or _leaves_space(found, memory, beside)):
+    large = [one for one in reserved if one.chunk >= DRAFTER_CHUNK]
+    found = _whole(sizes, memory, reserved if drafting.required else large or reserved) if wanted else None
+    if found is not None and (drafting.required or _leaves_space(found, memory, reserved)):
         found = replace(found, drafter=True)
     else:
-        found = _whole(without, memory, beside) or _divided(without, memory, beside)
+        found = _whole(without, memory, reserved) or _divided(without, memory, reserved)
     if drafting.required and wanted and not found.drafter:
-        found = _with_drafter(sizes, memory, beside, found)
+        found = _with_drafter(sizes, memory, reserved, found)
     if memory.gpu is not None and found.device > memory.gpu:
         raise NotEnoughMemory(
             f"the weights on the GPU take {found.device / 1e9:.4g} GB, but only {memory.gpu / 1e9:.4g} GB are free",
             "lower --gpu-memory, or leave it out",
         )
-    return _dequantized(found, sizes, memory, beside)
+    return _dequantized(found, sizes, memory, reserved)
 
 
-def _dequantized(found: Placement, sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+def _dequantized(found: Placement, sizes: RankSizes, memory: FreeMemory, reserved: Sequence[Reserve]) -> Placement:
     """Return the placement with fp32 weights if they fit in a CPU's memory; drafter and chunk stay the same.
 
     The weights may use 1 / DEQUANTIZED_PART of free memory, or with --host-memory all that it allows.
@@ -172,56 +172,56 @@ def _dequantized(found: Placement, sizes: RankSizes, memory: FreeMemory, beside:
         return found
     most = memory.each
     if memory.limits.host is None:
-        one = next(one for one in beside if one.chunk == found.chunk)
+        one = next(one for one in reserved if one.chunk == found.chunk)
         most = min(memory.each // DEQUANTIZED_PART, memory.each - one.total)
     size = sizes.dequantized - (0 if found.drafter else sizes.dequantized_drafter)
     return replace(found, dequantized=True, device=size) if size <= most else found
 
 
-def _with_drafter(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve], without: Placement) -> Placement:
+def _with_drafter(sizes: RankSizes, memory: FreeMemory, reserved: Sequence[Reserve], without: Placement) -> Placement:
     """Return the placement with the drafter and offloaded experts. Raises NotEnoughMemory."""
     if without.division is not None:
         with suppress(NotEnoughMemory):
-            return replace(_divided(replace(sizes, drafter=0), memory, beside), drafter=True)
+            return replace(_divided(replace(sizes, drafter=0), memory, reserved), drafter=True)
     raise NotEnoughMemory(
         f"the drafter takes {sizes.drafter / 1e9:.4g} GB and does not fit with the other weights",
         "use --draft off, a higher --gpu-memory, more GPUs (--tp), or a machine with more memory",
     )
 
 
-def _whole(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement | None:
+def _whole(sizes: RankSizes, memory: FreeMemory, reserved: Sequence[Reserve]) -> Placement | None:
     """Return the placement with all weights on the device; None if they and the memory reserve do not fit."""
     if memory.on_cpu:
-        fitting = beside if memory.each is None or sizes.total <= memory.each else []
+        fitting = reserved if memory.each is None or sizes.total <= memory.each else []
     else:
-        fitting = [one for one in beside if sizes.total <= memory.weights(one)]
+        fitting = [one for one in reserved if sizes.total <= memory.weights(one)]
     return (
         Placement(False, None, sizes.total, chunk=_with_space(fitting, sizes.total, memory).chunk) if fitting else None
     )
 
 
-def _leaves_space(found: Placement, memory: FreeMemory, beside: Sequence[Reserve]) -> bool:
+def _leaves_space(found: Placement, memory: FreeMemory, reserved: Sequence[Reserve]) -> bool:
     """Return whether the reserve also fits. A user's limit covers weights alone: with one, this is not checked."""
-    one = next(one for one in beside if one.chunk == found.chunk)
+    one = next(one for one in reserved if one.chunk == found.chunk)
     unlimited = (memory.limits.gpu, memory.limits.host) == (None, None)
     return not unlimited or memory.each is None or found.device + one.total <= memory.each
 
 
-def _with_space(beside: Sequence[Reserve], weights: int, memory: FreeMemory) -> Reserve:
+def _with_space(reserved: Sequence[Reserve], weights: int, memory: FreeMemory) -> Reserve:
     """Return the first reserve that fits with this many bytes of weights, or the last."""
-    return next((one for one in beside if memory.each is None or weights + one.total <= memory.each), beside[-1])
+    return next((one for one in reserved if memory.each is None or weights + one.total <= memory.each), reserved[-1])
 
 
-def _up_to(chunk: int, beside: Sequence[Reserve]) -> Sequence[Reserve]:
+def _up_to(chunk: int, reserved: Sequence[Reserve]) -> Sequence[Reserve]:
     """Return the reserves up to this chunk size; on a CPU and with offloaded experts larger chunks do not pay off."""
-    return [one for one in beside if one.chunk <= chunk] or beside
+    return [one for one in reserved if one.chunk <= chunk] or reserved
 
 
-def _divided(sizes: RankSizes, memory: FreeMemory, beside: Sequence[Reserve]) -> Placement:
+def _divided(sizes: RankSizes, memory: FreeMemory, reserved: Sequence[Reserve]) -> Placement:
     """Return the placement with offloaded experts, with the first chunk that leaves memory for a token's experts."""
     if memory.on_cpu:
         raise _host_is_short(sizes.total, memory)
-    default = _up_to(DEFAULT_CHUNK, beside)
+    default = _up_to(DEFAULT_CHUNK, reserved)
     one = next((one for one in default if most_rows(sizes, memory.weights(one)) >= sizes.chosen), default[-1])
     most = memory.weights(one)
     rows = most_rows(sizes, most)

@@ -9,7 +9,7 @@ import torch
 from dsv4cli.engine.chat.answers import generate_answers
 from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.evaluation.eval_request import carry_out, pose
+from dsv4cli.engine.evaluation.eval_request import build_request, carry_out
 from dsv4cli.engine.evaluation.items import EvalItem
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.score import score
@@ -46,7 +46,7 @@ ITEMS = [
 
 def asked(nano, items, drafting=NO_DRAFTS, limits=LIMITS, by_answer=False):
     model, dialogue = nano
-    posed = [pose(number, one, dialogue, GREEDY, limits, by_answer) for number, one in enumerate(items)]
+    posed = [build_request(number, one, dialogue, GREEDY, limits, by_answer) for number, one in enumerate(items)]
     noted = []
     found = carry_out(
         model, posed, CPU, on_token=lambda token, later: noted.append((token, later)), on_preparing=lambda on: None,
@@ -136,25 +136,25 @@ def test_continuations_in_tokens_are_those_tokens(nano):
     _, dialogue = nano
     ids = [*dialogue.text_ids("The capital of France is Rome."), dialogue.tokenizer.eos_id]
     tokens = tuple(dialogue.tokenizer.token_bytes(id_) for id_ in ids)
-    posed = pose(0, item("v", "Hi", "continuation", tokens=tokens), dialogue, GREEDY, LIMITS, False)
+    posed = build_request(0, item("v", "Hi", "continuation", tokens=tokens), dialogue, GREEDY, LIMITS, False)
     assert posed.requests[0].prompt == [*posed.prompt, *ids]
     for spelt in (b"no token", "Ġ".encode()):  # the second is how the vocabulary spells a space
         with pytest.raises(UsageError, match="the model has no token"):
-            pose(0, item("v", "Hi", "continuation", tokens=(spelt,)), dialogue, GREEDY, LIMITS, False)
+            build_request(0, item("v", "Hi", "continuation", tokens=(spelt,)), dialogue, GREEDY, LIMITS, False)
 
 
 def test_what_does_not_fit_is_refused(nano):
     _, dialogue = nano
     small = Limits(max_context=20)
     with pytest.raises(UsageError, match="the prompt has"):
-        pose(0, item("v", "Hi " * 50, "exact", "x"), dialogue, GREEDY, small, False)
+        build_request(0, item("v", "Hi " * 50, "exact", "x"), dialogue, GREEDY, small, False)
     with pytest.raises(UsageError, match="the prompt plus the scored text has"):
-        pose(0, item("v", "Hi", "continuation", "x" * 50), dialogue, GREEDY, small, False)
+        build_request(0, item("v", "Hi", "continuation", "x" * 50), dialogue, GREEDY, small, False)
 
 
 def test_each_item_draws_with_its_own_seed(nano):
     _, dialogue = nano
-    posed = [pose(n, ITEMS[0], dialogue, Sampling(1.0, 1.0, 7), LIMITS, False) for n in range(3)]
+    posed = [build_request(n, ITEMS[0], dialogue, Sampling(1.0, 1.0, 7), LIMITS, False) for n in range(3)]
     assert [one.requests[0].sampling.seed for one in posed] == [7, 8, 9]
 
 
@@ -162,9 +162,9 @@ def test_texts_are_scored_without_thinking(nano):
     _, dialogue = nano
     thinking = replace(dialogue, thinking=True, effort="high")
     for one in (ITEMS[1], ITEMS[3]):
-        posed = pose(0, one, thinking, GREEDY, LIMITS, False)
+        posed = build_request(0, one, thinking, GREEDY, LIMITS, False)
         assert posed.prompt == dialogue.prompt(one.messages).ids
         with pytest.raises(UsageError, match='"think" is true'):
-            pose(0, replace(one, think=True), dialogue, GREEDY, LIMITS, False)
-    answered = pose(0, ITEMS[3], thinking, GREEDY, LIMITS, True)
+            build_request(0, replace(one, think=True), dialogue, GREEDY, LIMITS, False)
+    answered = build_request(0, ITEMS[3], thinking, GREEDY, LIMITS, True)
     assert answered.prompt == thinking.prompt(ITEMS[3].messages).ids

@@ -233,9 +233,9 @@ def test_loading_asks_with_what_it_finds(monkeypatch):
     monkeypatch.setattr(load, "free_memory", lambda device: found[device.type])
     limits = MemoryLimits(host=100 * GB)
     target = load._Target(torch.device("cuda:3"), load.SINGLE, limits, None)
-    assert target.room() == FreeMemory(H100, 134 * GB, 1, limits)
+    assert target.least_free_memory() == FreeMemory(H100, 134 * GB, 1, limits)
     target = load._Target(torch.device("cpu"), load.SINGLE, limits, None)
-    assert target.room() == FreeMemory(None, 134 * GB, 1, limits)
+    assert target.least_free_memory() == FreeMemory(None, 134 * GB, 1, limits)
 
 
 # GPUs and RAM; the best way to run all of Flash there, and all of Pro: ranks, + with experts in host memory

@@ -90,9 +90,9 @@ def plan_fit(
     model = SharedModel(config, formats, machine.host, table)
     shares = tuple(_shares(model, machine, context, batch))
     best = _best(shares)
-    ways = [best] if best else _ways(tuple(_shares(model, machine, 1, 1)))
-    longer, shorter = _most(ways, longest, lambda devices, count: model.share(devices, count, batch))
-    more, fewer = _most(ways, MAX_SLOTS, lambda devices, count: model.share(devices, context, count))
+    fitting = [best] if best else _fitting(tuple(_shares(model, machine, 1, 1)))
+    longer, shorter = _most(fitting, longest, lambda devices, count: model.share(devices, count, batch))
+    more, fewer = _most(fitting, MAX_SLOTS, lambda devices, count: model.share(devices, context, count))
     largest = max(machine.devices, key=lambda device: device.free)
     lacks_gpu = best is None or not best.on_gpu
     host, needed = _more_host(model, shares, context, batch) if lacks_gpu else (None, 0)
@@ -153,10 +153,10 @@ def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> I
 
 def _best(shares: Sequence[Share]) -> Share | None:
     """Return the fewest GPUs that hold the model, else the most GPUs with experts in host memory, else the CPU."""
-    return next(iter(_ways(shares)), None)
+    return next(iter(_fitting(shares)), None)
 
 
-def _ways(shares: Sequence[Share]) -> list[Share]:
+def _fitting(shares: Sequence[Share]) -> list[Share]:
     """Return the shares that fit, best first, without the CPU if GPUs fit."""
     fitting = sorted((share for share in shares if share.fits), key=_rank)
     return [share for share in fitting if share.on_gpu is fitting[0].on_gpu]
@@ -201,14 +201,14 @@ def _more_gpus(model: SharedModel, machine: Machine, context: int, batch: int) -
 
 
 def _most(
-    ways: Sequence[Share], most: int, share: Callable[[tuple[Device, ...], int], Share]
+    fitting: Sequence[Share], most: int, share: Callable[[tuple[Device, ...], int], Share]
 ) -> tuple[int, Share | None]:
     """Return the largest number up to `most` that fits some way, with its share; among equals the first way's."""
 
-    def largest(way: Share) -> int:
-        return _largest(most, lambda count: share(way.devices, count).fits)
+    def largest(one: Share) -> int:
+        return _largest(most, lambda count: share(one.devices, count).fits)
 
-    counts = [(largest(way), way.devices) for way in ways]
+    counts = [(largest(one), one.devices) for one in fitting]
     count, devices = max(counts, key=lambda one: one[0], default=(0, ()))
     return count, share(devices, count) if count else None
 

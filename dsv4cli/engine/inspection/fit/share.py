@@ -126,9 +126,9 @@ class SharedModel:
         If that does not fit, the smallest prefill chunk is used.
         """
         ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
-        beside = reserves(self.config, self.formats, Workload(context, batch), ranks, on_gpu=on_gpu)
-        placement, sizes = self._placement(ranks, free, beside, on_gpu), self.sizes(ranks)
-        one = next((one for one in beside if placement is not None and one.chunk == placement.chunk), beside[-1])
+        reserved = reserves(self.config, self.formats, Workload(context, batch), ranks, on_gpu=on_gpu)
+        placement, sizes = self._placement(ranks, free, reserved, on_gpu), self.sizes(ranks)
+        one = next((one for one in reserved if placement is not None and one.chunk == placement.chunk), reserved[-1])
         drafter = placement is not None and placement.drafter
         return Share(
             devices=devices,
@@ -168,12 +168,12 @@ class SharedModel:
                 parts.setdefault(int(spec.name.split(".", 2)[1]), []).append(spec)
         return {layer: measure(specs, self.config.num_experts_per_tok, 1) for layer, specs in parts.items()}
 
-    def _placement(self, ranks: int, free: int, beside: Sequence[Reserve], on_gpu: bool) -> Placement | None:
+    def _placement(self, ranks: int, free: int, reserved: Sequence[Reserve], on_gpu: bool) -> Placement | None:
         if on_gpu:
             memory = FreeMemory(max(free - CUDA_CONTEXT, 0), self.host, ranks)
         else:
             memory = FreeMemory(None, max(free - CPU_RESERVE, 0))
         try:
-            return decide(self.sizes(ranks), memory, beside)
+            return decide(self.sizes(ranks), memory, reserved)
         except NotEnoughMemory:
             return None

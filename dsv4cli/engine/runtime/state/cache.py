@@ -39,7 +39,7 @@ class Snapshot:
     rings: RingSnapshot
 
 
-def gives_nothing() -> bool:
+def evicts_nothing() -> bool:
     """Evict nothing and return False."""
     return False
 
@@ -77,7 +77,7 @@ class Cache:
         self._shares: list[int] = []  # per block: how many sequences and snapshots hold it
         self._versions: list[int] = []  # per block: how often it was taken or may have been written
         self._free_blocks: list[int] = []
-        self.evict_one: Callable[[], bool] = gives_nothing
+        self.evict_one: Callable[[], bool] = evicts_nothing
         self.bounded = False
 
     def _layer(self, ratio: int, numerics: Numerics, slots: int) -> LayerCache:
