@@ -60,7 +60,7 @@ class Fault:
     """One thing that is wrong.
 
     check: which check names it. before: changes the request; after: changes the response. whole: it needs more than
-    the quick checks.
+    the quick checks. pause: seconds between the events of a stream, so that a client can leave before its end.
     """
 
     name: str
@@ -68,6 +68,7 @@ class Fault:
     before: Callable[[Passing, "FaultyProxy"], None] = nothing
     after: Callable[[Passing, "FaultyProxy"], None] = nothing
     whole: bool = False
+    pause: float = 0.0
 
 
 class FaultyProxy:
@@ -156,6 +157,7 @@ class FaultyProxy:
                 data = event if event == DONE else json.dumps(event)
                 handler.wfile.write(f"data: {data}\n\n".encode())
                 handler.wfile.flush()
+                threading.Event().wait(self.fault.pause)
             return
         content = raw if passing.document is None else json.dumps(passing.document).encode()
         handler.send_header("Content-Type", "application/json")

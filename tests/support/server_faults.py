@@ -5,6 +5,8 @@ from typing import Any
 from dsv4cli.engine.text import tokens
 from tests.support.faulty_proxy import DONE, Fault, FaultyProxy, Passing, copied, on_answers, on_chat
 
+LIMIT = 8192  # nano's
+
 
 def leak_markup(passing: Passing) -> None:
     for message in passing.messages():
@@ -47,6 +49,10 @@ def keep_stale(passing: Passing, proxy: FaultyProxy) -> None:
     if passing.status != 200 or not passing.document or len(passing.text) < 300:
         return
     passing.document = copied(proxy.seen.setdefault(passing.text[:200], copied(passing.document)))
+
+
+def think(passing: Passing) -> None:
+    passing.body |= {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": True}}
 
 
 def cut_stream(passing: Passing) -> None:
@@ -171,6 +177,13 @@ def cut_prompt(passing: Passing) -> None:
             message["content"] = message["content"][-2000:]
 
 
+def short_context(passing: Passing, proxy: FaultyProxy) -> None:
+    """The limit is one token lower than what is announced."""
+    for usage in passing.usages():
+        if usage["prompt_tokens"] + usage["completion_tokens"] >= LIMIT:
+            passing.status, passing.document = 400, {"error": {"message": "too long"}}
+
+
 def drop_system(passing: Passing) -> None:
     messages = passing.body.get("messages")
     if isinstance(messages, list):
@@ -191,15 +204,15 @@ FAULTS = (
     Fault("system dropped", "encoding.system", before=on_chat(drop_system)),
     Fault("reasoning of history dropped", "encoding.thinking", before=on_chat(forget_reasoning), whole=True),
     Fault("effort ignored", "encoding.efforts", before=on_chat(weaken_effort)),
-    Fault("stale prefix", "company.prefix", after=keep_stale, whole=True),
+    Fault("stale prefix", "company.prefix", after=keep_stale),
     Fault("answers mixed in a batch", "company.together", after=mix),
-    Fault("token repeated after a cancel", "company.cancelled", after=repeat_after_cancel),
+    Fault("token repeated after a cancel", "company.cancelled", after=repeat_after_cancel, pause=0.02),
     Fault("temperature ignored", "replies.temperature", before=set_field("temperature", 1), whole=True),
     Fault("always greedy", "replies.temperature", before=set_field("temperature", 0)),
     Fault("stop ignored", "replies.stop", before=drop("stop")),
     Fault("one token too many", "replies.max-tokens", before=on_chat(more_tokens)),
     Fault("finish_reason always stop", "replies.max-tokens", after=on_answers(always_stop)),
-    Fault("thinking not off", "replies.thinking-off", before=set_field("reasoning_effort", "high")),
+    Fault("thinking not off", "replies.thinking-off", before=on_chat(think)),
     Fault("stream cut", "replies.stream", after=on_answers(cut_stream)),
     Fault("delta lost", "replies.stream", after=on_answers(lose_delta)),
     Fault("characters broken", "replies.utf8", after=on_answers(break_characters)),
@@ -214,4 +227,5 @@ FAULTS = (
     Fault("errors are 500", "limits.fields", after=fail),
     Fault("hangs on malformed JSON", "limits.malformed", after=hang),
     Fault("long prompts cut silently", "limits.too-long", before=on_chat(cut_prompt)),
+    Fault("context off by one", "long.edge", after=short_context),
 )

@@ -18,8 +18,13 @@ PARTS, DEPTHS = (0.125, 0.25, 0.5, 0.95), (0.05, 0.5, 0.95)
 MISSED = 0.25
 # tokens of the answer, and of what surrounds the text
 ANSWER, BESIDE = 24, 96
-NAMES = ("Nadia", "Oscar", "Petra", "Quinn", "Rosa", "Simon", "Tara", "Victor")
-WORDS = ("red", "blue", "green", "lamp", "chair", "bottle", "river", "stone", "clock", "paper")
+# the words of the sentences, which nano knows too, and the values to find, one for each needle
+NAMES = ("Nadia", "Oscar", "Petra", "Felix", "Rosa", "Simon", "Nora")
+COLORS = ("red", "blue", "green", "yellow", "black")
+THINGS = ("lamp", "chair", "bottle", "book", "clock", "ladder", "boat", "coat")
+PLACES = ("garden", "kitchen", "park", "school", "street", "market", "hotel", "forest", "museum")
+VALUES = ("anchor", "arrow", "basket", "candle", "carpet", "engine", "feather", "guitar", "helmet", "jacket", "kettle")
+VALUES += ("hammer",)
 # a short request beside a prompt of the limit may take this much longer than the prompt, and no more
 STARVED = 1.2
 SKIP = "the server announces no context length (max_model_len)"
@@ -42,8 +47,11 @@ def _text(server: CheckedServer, count: int, needle: str, depth: float) -> str:
     """Return a text of about `count` tokens with a sentence at a depth."""
     lines, size, number = list[str](), 0, 0
     while size < count:
-        name, word = NAMES[number % len(NAMES)], WORDS[(number * 7 + number // 10) % len(WORDS)]
-        line = f"{name} has the {word} {WORDS[number % len(WORDS)]} number {number}."
+        name, color, thing, place = (
+            listed[(number * step + number // 11) % len(listed)]
+            for listed, step in ((NAMES, 3), (COLORS, 2), (THINGS, 5), (PLACES, 4))
+        )
+        line = f"{name} saw a {color} {thing} in the {place}."
         size += _size(server, line)
         lines.append(line)
         number += 1
@@ -60,9 +68,9 @@ def _needles(server: CheckedServer, limit: int) -> Check:
     for part in PARTS:
         for depth in DEPTHS:
             count = int(part * limit) - ANSWER - BESIDE
-            code = f"{(int(part * 1000) * 37 + int(depth * 100) * 11) % 9000 + 1000}"
-            text = _text(server, count, f"The password of Alma is {code}.", depth)
-            question = f"{text}\nWhat is the password of Alma?"
+            code = VALUES[len(needles) % len(VALUES)]
+            text = _text(server, count, f"The password of Lena is {code}.", depth)
+            question = f"{text} What is the password of Lena?"
             name = f"long.needles/{round(part * limit)}-{round(100 * depth)}"
             needles.append(_Needle(server.chat(name, question, most=ANSWER), code))
     calls = [one.call for one in needles]

@@ -130,7 +130,7 @@ def _judge(server: CheckedServer, one: _Prefix, replies: Replies) -> Iterator[Pr
             found = difference(first, again)
             if found is not None and found.size() > ROUNDING and first.tokens:
                 yield Problem(f"{what} of the same request differs by {found.size():.3f} nats", found.text, call)
-    if first is not None and hit is not None and _same_text(first, hit) and not server.echo:
+    if first is not None and hit is not None and _same_text(first, hit):
         shown = [f"both answers: {first.content!r}", *(f"question: {tail.strip()}" for tail in TAILS)]
         yield Problem(f"{what} is the one to another question with the same prefix", shown, one.hit)
 

@@ -1,6 +1,6 @@
 """Checks of single answers: reasoning, stop texts, limits, sampling, and texts that must not leak. No torch."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.verification.calls import CHAT, ApiCall
@@ -17,6 +17,8 @@ OPEN = "Tell me a story about the sea and the wind."
 MARKUP = (*tokens.SPECIAL, f"<{tokens.DSML}", f"</{tokens.DSML}", "<tool_result>", "</tool_result>")
 SEEDS = (1, 2, 3, 4)
 LIMITS = (1, 2, 7)
+# tokens after which every answer has some text
+FIRST_TOKENS = 4
 
 Judge = Callable[[Replies], Iterable[Problem]]
 
@@ -237,6 +239,12 @@ def _temperature(server: CheckedServer, seeds: Sequence[int]) -> Check:
     )
 
 
+def _cut_early(call: ApiCall, answer: ChatAnswer) -> bool:
+    """Return True if a limit may have ended an answer before its first text, or inside the markup of a call."""
+    offers = isinstance(call.body, Mapping) and call.body.get("tools")
+    return answer.finish == "length" and (call.tokens_out <= FIRST_TOKENS or bool(offers))
+
+
 def leak_checks(sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
     """Return the checks of all chat answers of the run, which need no requests of their own.
 
@@ -263,8 +271,7 @@ def leak_checks(sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
             except UnreadableReply as error:
                 yield Problem("a response with status 200 cannot be read", [str(error)], call)
                 continue
-            # a limit may end an answer inside the markup of a call
-            if not (answer.content or answer.reasoning or answer.calls) and answer.finish != "length":
+            if not (answer.content or answer.reasoning or answer.calls) and not _cut_early(call, answer):
                 yield Problem(
                     "an answer is empty: no content, no reasoning and no calls",
                     [f"content {answer.content!r}, finish_reason {answer.finish!r}, usage {answer.usage}"],
