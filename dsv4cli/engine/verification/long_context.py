@@ -23,8 +23,9 @@ NAMES = ("Nadia", "Oscar", "Petra", "Felix", "Rosa", "Simon", "Nora")
 COLORS = ("red", "blue", "green", "yellow", "black")
 THINGS = ("lamp", "chair", "bottle", "book", "clock", "ladder", "boat", "coat")
 PLACES = ("garden", "kitchen", "park", "school", "street", "market", "hotel", "forest", "museum")
-VALUES = ("anchor", "arrow", "basket", "candle", "carpet", "engine", "feather", "guitar", "helmet", "jacket", "kettle")
-VALUES += ("hammer",)
+VALUES = (
+    "anchor", "arrow", "basket", "candle", "carpet", "engine", "feather", "guitar", "helmet", "jacket", "kettle", "hammer",
+)  # fmt: skip
 # a short request beside a prompt of the limit may take this much longer than the prompt, and no more
 STARVED = 1.2
 SKIP = "the server announces no context length (max_model_len)"
@@ -64,7 +65,7 @@ def _size(server: CheckedServer, text: str) -> int:
 
 
 def _needles(server: CheckedServer, limit: int) -> Check:
-    needles = []
+    needles = list[_Needle]()
     for part in PARTS:
         for depth in DEPTHS:
             count = int(part * limit) - ANSWER - BESIDE
