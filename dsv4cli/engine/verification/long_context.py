@@ -24,7 +24,8 @@ COLORS = ("red", "blue", "green", "yellow", "black")
 THINGS = ("lamp", "chair", "bottle", "book", "clock", "ladder", "boat", "coat")
 PLACES = ("garden", "kitchen", "park", "school", "street", "market", "hotel", "forest", "museum")
 VALUES = (
-    "anchor", "arrow", "basket", "candle", "carpet", "engine", "feather", "guitar", "helmet", "jacket", "kettle", "hammer",
+    "anchor", "arrow", "basket", "candle", "carpet", "engine",
+    "feather", "guitar", "helmet", "jacket", "kettle", "hammer",
 )  # fmt: skip
 # a short request beside a prompt of the limit may take this much longer than the prompt, and no more
 STARVED = 1.2
