@@ -102,7 +102,8 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
     if REPOSITORY.fullmatch(text):
         return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
-        raise ModelNotFound(f"there is no folder {text}", "check the path, or use a known model: " + KNOWN)
+        what = "file" if path.suffix == SUFFIX else "folder"
+        raise ModelNotFound(f"there is no {what} {text}", "check the path, or use a known model: " + KNOWN)
     raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN)
 
 

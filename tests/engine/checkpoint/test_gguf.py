@@ -75,6 +75,13 @@ def replaced(old: bytes, new: bytes):
     return change
 
 
+def aligned(content: bytearray, alignment: int) -> bytearray:
+    """The file with one more key, whose length keeps the tensors where they were."""
+    count = struct.unpack_from("<Q", content, 16)[0]
+    key = struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, alignment)
+    return put(content, 16, struct.pack("<Q", count + 1))[:24] + key + content[24:]
+
+
 DAMAGE = {
     "is not a GGUF file": lambda content: put(content, 0, b"PK\3\4"),
     "is of GGUF version 9": lambda content: put(content, 4, struct.pack("<I", 9)),
@@ -86,6 +93,11 @@ DAMAGE = {
     "truncated or corrupt": lambda content: content[:50],
     "overlaps": lambda content: replaced(struct.pack("<IQ", 39, 32), struct.pack("<IQ", 39, 0))(content),
     "tensor type 77": lambda content: replaced(struct.pack("<IQ", 39, 32), struct.pack("<IQ", 77, 32))(content),
+    "general.alignment is 48, not a power of two": lambda content: aligned(content, 48),
+    "is longer than its header says": lambda content: content + bytes(64),
+    "does not begin at the next aligned offset": lambda content: replaced(
+        struct.pack("<IQ", 39, 32), struct.pack("<IQ", 39, 96)
+    )(content + bytes(64)),
     "no whole MXFP4": lambda content: replaced(struct.pack("<IQQQ", 3, 64, 5, 2), struct.pack("<IQQQ", 3, 65, 5, 2))(
         content
     ),

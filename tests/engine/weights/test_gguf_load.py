@@ -42,7 +42,7 @@ def test_blocks_give_the_bits_of_their_values(tmp_path, as_stored, mix):
     source = FolderSource("test", path)
     model = load_model(source, Numerics.reference())
     matrices = [module for module in model.modules() if isinstance(module, MatrixParameters)]
-    assert {one.block_type for one in matrices} > {"Q8_0"}
+    assert len({one.block_type for one in matrices}) > 2
     kept = {spec.name: spec for spec in loaded_table(source.identity, blocks=True).values()}
     assert model.stored_bytes == sum(parameter.nbytes for parameter in model.parameters())
     # the same with every matrix in fp32, except FP4 experts, whose inputs are rounded
