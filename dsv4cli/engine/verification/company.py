@@ -18,7 +18,7 @@ TOGETHER = 16
 PROMPTS, PROMPTS_QUICK = 40, 4
 REPEATED, REPEATED_QUICK = 8, 1
 CANCELLED, CANCELLED_QUICK = 6, 1
-LONG_NEIGHBORS, SHORT_NEIGHBORS = 2, 6
+LONG_NEIGHBORS, SHORT_NEIGHBORS = 2, 5
 MOST = 12
 # a cancelled request is closed after this many bytes of its stream: its first tokens have arrived
 FIRST_BYTES = 600

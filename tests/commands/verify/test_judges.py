@@ -10,7 +10,8 @@ from dsv4cli.engine.verification.conversations import conversations
 from dsv4cli.engine.verification.encoding import count_prompt, explain
 from dsv4cli.engine.verification.limits import judge_refusal
 from dsv4cli.engine.verification.numbers import compare_numbers, verdict_of
-from dsv4cli.engine.verification.reference import ScoredText, ServerReference
+from dsv4cli.engine.verification.plan import Scope, cost_of, plan_checks
+from dsv4cli.engine.verification.reference import ScoredText, ServerReference, read_reference
 from dsv4cli.engine.verification.schema_errors import schema_errors
 from dsv4cli.engine.verification.tool_scenarios import ORDER, UNION, scenarios
 from dsv4cli.engine.verification.vocabularies import open_tokenizer
@@ -73,6 +74,17 @@ def test_arguments_are_compared_with_their_schema(value, schema, error):
 def test_there_are_a_hundred_scenarios_and_sixty_conversations():
     assert len(scenarios()) == 100
     assert sum(map(len, conversations().values())) == 60
+
+
+@pytest.mark.parametrize(("quick", "most"), [(True, 60), (False, 400)])
+def test_a_run_makes_no_more_requests_than_promised(quick, most):
+    """With all APIs, a reference, and the eight requests that find out what the server offers."""
+    every = CheckedServer(
+        "http://x", "nano", 8192, tokenizer=open_tokenizer("nano"), logprobs=True, completions=True, echo=True,
+        tokenize=True, messages=True, responses=True,
+    )  # fmt: skip
+    checks = plan_checks(every, Scope(quick=quick), list, read_reference("nano"))
+    assert most * 0.8 < cost_of(checks).requests + 8 <= most
 
 
 @pytest.fixture(scope="module")
