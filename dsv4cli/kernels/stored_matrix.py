@@ -9,6 +9,8 @@ from dsv4cli.kernels.ggml.types import TYPES, decode
 
 # values of GGUF blocks that are decoded at once: on a CPU the steps of decoding stay in its cache
 CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 25
+# values of a block of the simple types
+SMALL_BLOCK = 32
 
 
 class StoredMatrix(NamedTuple):
@@ -70,5 +72,16 @@ class BlockMatrix(StoredMatrix):
         step = max((CPU_CHUNK if rows.device.type == "cpu" else GPU_CHUNK) // columns, 1)
         values = torch.empty(len(rows), columns, dtype=torch.float32, device=rows.device)
         for start in range(0, len(rows), step):
-            values[start : start + step] = decode(self._block_type, rows[start : start + step])
+            values[start : start + step] = _decoded(self._block_type, rows[start : start + step])
         return values.view(*self.weight.shape[:-1], columns)
+
+
+def _decoded(block_type: str, rows: torch.Tensor) -> torch.Tensor:
+    """Return the values of some rows of blocks. On a CPU, NumPy takes less time for the many steps of large blocks.
+
+    Two cores, 64 rows of 4,096 values: Q2_K 28 M values/s instead of 2, IQ2_XXS 22 instead of 4, Q4_K 70 instead of 43.
+    """
+    if rows.device.type == "cpu" and TYPES[block_type].values > SMALL_BLOCK:
+        return torch.from_numpy(decode(block_type, rows.numpy()))
+    found: torch.Tensor = decode(block_type, rows)
+    return found
