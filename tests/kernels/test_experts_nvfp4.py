@@ -63,7 +63,10 @@ def widened(weights: ExpertWeights) -> ExpertWeights:
 
 @pytest.mark.usefixtures("backend", "large_programs")
 @pytest.mark.parametrize("shape", [SHAPES[0], *slow(*SHAPES[1:3]), *SHAPES[3:]], ids=str)
-def test_what_was_fp4_has_its_bits(shape):
+def test_what_was_fp4_has_its_bits(shape, monkeypatch):
+    """In kernels for both; on Hopper, few tokens of FP4 use another one."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("dsv4cli.kernels.experts.kernel.fp8_hopper.suits", lambda *_: False)
     tokens, hidden, inner, count, k = shape
     weights, chosen = stored("fp4", count, inner, hidden), routes(tokens, count, k)
     x = torch.randn(tokens, hidden).bfloat16()

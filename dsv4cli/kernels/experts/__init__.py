@@ -2,8 +2,8 @@
 
 Triton: requires rows of x with any even stride and consecutive columns (kernels/rows.py), contiguous weights and scales
 that start at a multiple of 16 bytes, and widths in multiples of 32 for FP4 and NVFP4 weights, of 128 for rounded
-inputs. NVFP4 weights with the values of FP4 weights produce the same bits: codes times the scales of 16 columns are
-exact in bf16, sums have the same order, and scale_2 multiplies the sums last.
+inputs. In the kernels that support both, NVFP4 weights with the values of FP4 weights produce the same bits: codes
+times the scales of 16 columns are exact in bf16, sums have the same order, and scale_2 multiplies the sums last.
 
 On Hopper, FP8 tensor cores multiply rounded inputs by FP4 weights for 2 tokens to 16 pairs per expert, unless rows must
 be exact (kernels/rows.py). They sum 32 products with few bits; these sums are added in fp32. The error of a product is
