@@ -34,7 +34,7 @@ def test_a_right_server_is_right_and_reports_say_so(dsv4, nano, tmp_path):
     assert (found["schema"], found["verdict"], found["server"]["vocabulary"]) == ("dsv4.verify/1", "right", "nano")
     assert found["server"]["release_found"] == "found by the length of its prompts"
     assert {check["verdict"] for check in found["checks"]} == {"right"}
-    assert found["requests"] == sum(check["requests"] for check in found["checks"]) == 5
+    assert found["requests"] == sum(check["requests"] for check in found["checks"]) == 4
     assert "![dsv4 verify: 3/3 checks right](https://" in markdown.read_text()
     suites = {suite.get("name"): suite for suite in ElementTree.parse(junit).getroot()}
     assert {name: suite.get("tests") for name, suite in suites.items()} == {"limits": "3"}
