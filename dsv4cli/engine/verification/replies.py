@@ -240,9 +240,11 @@ def _temperature(server: CheckedServer, seeds: Sequence[int]) -> Check:
 
 
 def _cut_early(call: ApiCall, answer: ChatAnswer) -> bool:
-    """Return True if a limit may have ended an answer before its first text, or inside the markup of a call."""
-    offers = isinstance(call.body, Mapping) and call.body.get("tools")
-    return answer.finish == "length" and (call.tokens_out <= FIRST_TOKENS or bool(offers))
+    """Return True if a limit ended an answer before its first text, or inside markup, which is no text."""
+    offers = isinstance(call.body, Mapping) and bool(call.body.get("tools"))
+    written = "".join(token.text for token in answer.tokens)
+    markup = any(mark in written for mark in MARKUP)
+    return answer.finish == "length" and (call.tokens_out <= FIRST_TOKENS or offers or markup)
 
 
 def leak_checks(sent: Callable[[], Sequence[ApiCall]]) -> list[Check]:
