@@ -1,4 +1,4 @@
-"""Barriers between specialized warps in Gluon: which slots of a ring buffer are full and which are free."""
+"""Barriers in Gluon: which slots of a ring buffer are full and which are free; the end of the previous launch."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,3 +34,13 @@ def await_freed(barriers, number):
 def tell(barriers, number):
     """Signal that the slot of item `number` is filled, or free."""
     mbarrier.arrive(barriers.index(number % barriers.shape[0]), count=1)
+
+
+@gluon.jit
+def wait_for_inputs(OVERLAP: gl.constexpr):
+    """Do what `pdl.wait_for_inputs` does, in Gluon."""
+    if OVERLAP:
+        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )

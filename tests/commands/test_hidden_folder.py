@@ -30,7 +30,7 @@ def test_a_folder_with_the_name_of_a_model_is_named_with_a_path(name):
     for target in ("official", "nvfp4", "gguf"):
         step = next_step(Path(name), target)
         assert f"`dsv4 inspect {word}" in step
-        assert (f"`dsv4 run --model {word}`" in step) is (target == "nvfp4")
+        assert (f"`dsv4 run --model {word}`" in step) is (target != "official")
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,10 @@ def insert(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: one.capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "the card")
-        card.asked.cache_clear()
+        card.real_card.cache_clear()
 
     yield use
-    card.asked.cache_clear()
+    card.real_card.cache_clear()
 
 
 def stages(columns: int = 128) -> tuple[int, int, int, int]:

@@ -46,7 +46,10 @@ def launched():
 
 
 def called(call):
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    """The name of a function, or of one of Triton's or Gluon's; a view of shared memory has methods like theirs."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr if getattr(call.func.value, "id", "") in ("tl", "gl") else ""
+    return getattr(call.func, "id", "")
 
 
 @cache

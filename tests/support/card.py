@@ -121,7 +121,7 @@ def inserted(one: Card) -> Iterator[None]:
         shared_memory_per_block_optin=one.shared << 10, multi_processor_count=one.multiprocessors,
     )  # fmt: skip
     warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
-    card.asked.cache_clear()
+    card.real_card.cache_clear()
     driver.set_active(_Driver(one))
     with (
         patch("torch.cuda.get_device_capability", lambda device=None: one.capability),

@@ -43,7 +43,8 @@ def test_all_that_fits_is_run_and_the_rest_is_named(ci):
     assert lines[:3] == ["make test", "make quality", "resolve"]
     assert [line.split(" -m slow and not gpu ")[1] for line in lines if "pytest" in line] == [
         "tests/engine/server/test_page.py",
-        "tests/engine/server/test_clients.py tests/engine/server/test_own_clients.py",
+        "tests/engine/server/test_clients.py tests/engine/server/test_own_clients.py"
+        " tests/engine/server/test_responses_clients.py tests/engine/server/test_responses_contract.py",
         "-k kill or interrupt or signal",
     ]
     assert [line.split(":")[1] for line in lines if line.startswith("not run")] == [

@@ -43,7 +43,7 @@ def test_the_document_of_a_sound_checkpoint():
     done = inside("inspect", FLASH, "--json")
     assert (done.exit_code, done.stderr) == (0, "")
     document = json.loads(done.stdout)
-    sections = ["contents", "values", "tensor", "layer", "tree", "verdict", "fit", "diff"]
+    sections = ["contents", "values", "tensor", "layer", "tree", "template", "verdict", "fit", "diff"]
     known = ["schema", "model", "folder", "file", "loads", "problem", "notes", "identity", "gguf", "coverage", "sizes"]
     assert list(document) == known + sections
     assert (document["schema"], document["loads"], document["problem"]) == ("dsv4.inspect/1", True, None)

@@ -67,7 +67,7 @@ def test_kernels_of_nano_are_all_right(dsv4):
     results = document["results"]
     families = {"gemm", "block_scale", "norm", "rope", "hyper_connections", "compressor", "indexer", "attention"}
     assert {line["family"] for line in results} == families | {"routing", "experts", "keys", "sampling", "places"}
-    assert len({(line["name"], line["tokens"]) for line in results}) == len(results) == 45
+    assert len({(line["name"], line["tokens"]) for line in results}) == len(results) == 47
     for line in results:
         assert line["wrong"] is None, line
         assert line["skipped"] is None

@@ -40,7 +40,7 @@ def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state):
     monkeypatch.setattr(StartedFollowers, "_watch", seen)
     monkeypatch.setattr(followers.os, "_exit", left.append)
     started = StartedFollowers([process], lambda error: told.append(error.message), "")
-    started.world = SimpleNamespace(tell=lambda orders: None)
+    started.world = SimpleNamespace(send_orders=lambda orders: None)
     if state == "resting":
         started.rest()
     elif state == "dismissed":

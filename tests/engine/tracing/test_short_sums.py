@@ -176,16 +176,16 @@ def test_the_kernels_choose_tensor_cores_for_more_rows_than_are_alike():
     from dsv4cli.kernels.gemm.kernel import tiled, tiled_fp8
 
     x, weight = torch.zeros(ROWS_ALIKE + 1, 128).bfloat16(), torch.zeros(128, 128).to(torch.float8_e4m3fn)
-    assert kernel._way(x, weight) is tiled
+    assert kernel._kernel_module(x, weight) is tiled
     assert tiled_fp8.multiplies(x)
-    assert kernel._way(x[1:], weight) is not tiled
+    assert kernel._kernel_module(x[1:], weight) is not tiled
 
 
 @pytest.mark.parametrize(("kernels", "short_sums"), [("triton", 100), ("torch", 0)])
 def test_a_manifest_says_so_of_triton_only(kernels, short_sums):
     job = SimpleNamespace(
-        source=tracing.source(NET), numerics=Numerics.reference(), kernels=kernels, device=CUDA,
-        limits=Limits(prefill_chunk=100),
+        source=tracing.source(NET), execution=SimpleNamespace(numerics=Numerics.reference()), kernels=kernels,
+        device=CUDA, limits=Limits(prefill_chunk=100),
     )  # fmt: skip
     with card.described(card.CARDS["h200"]):
         assert manifest_for(job, [tracing.text(9)], {}).short_sums == short_sums

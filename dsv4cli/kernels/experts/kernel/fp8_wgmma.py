@@ -18,7 +18,7 @@ from dsv4cli.kernels.experts.kernel.fp8_layouts import EACH_WARP, INNER, INPUTS,
 from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, unit_sums
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
-from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
+from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell, wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
 
 # rows of a matrix in a tile of shared memory, and of a block of inner values
@@ -30,16 +30,6 @@ TICKETS = gl.constexpr(4)
 # registers per thread of the warp that brings stages, and of the one that rounds
 BRINGING, ROUNDING = gl.constexpr(40), gl.constexpr(88)
 FLOOR, LARGEST = gl.constexpr(FP8_AMAX_FLOOR), gl.constexpr(E4M3_MAX)
-
-
-@gluon.jit
-def _wait_for_inputs(OVERLAP: gl.constexpr):
-    """Do what `pdl.wait_for_inputs` does."""
-    if OVERLAP:
-        gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-        )
 
 
 @gluon.jit
@@ -101,7 +91,7 @@ def _bring_inputs(inputs, chunk, number, given, input_filled, input_freed):
 def _wait_once(before, BOTH: gl.constexpr, OVERLAP: gl.constexpr):
     """Wait for the inputs of w2 if no chunk was there before."""
     if before < 0 and not BOTH:
-        _wait_for_inputs(OVERLAP)
+        wait_for_inputs(OVERLAP)
 
 
 @gluon.jit
@@ -191,7 +181,7 @@ def _multiply(
     line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
     number, buffer, ended, before = 0, -1, 0, -1
     if not BOTH:
-        _wait_for_inputs(OVERLAP)
+        wait_for_inputs(OVERLAP)
     await_filled(filled, 0)
     unit = gl.max(units.index(0).load(EACH_WARP), 0)
     while unit >= 0:
@@ -308,7 +298,7 @@ def products(
     stored, read = ring(TICKETS, 1, 1)
     if BOTH:
         # the previous launch lists the chunks; w2's starts after that one has ended, see `pdl.wait_for_inputs`
-        _wait_for_inputs(OVERLAP)
+        wait_for_inputs(OVERLAP)
     total = gl.load(count, cache_modifier=".cg") + (own + TOKENS - 1) // TOKENS
     total *= N // (HALF if BOTH else ROWS)
     stages, of_inputs = (codes, scales, units, filled, freed), (given, input_filled, input_freed)
