@@ -84,7 +84,7 @@ RUN_EXAMPLES = (
     'dsv4 run "What is 17 + 25?"',
     "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
     "dsv4 run --model flash --prompts questions.jsonl > answers.jsonl",
-    "dsv4 run --url http://localhost:8000 --prompts questions.jsonl --out a.jsonl",
+    "dsv4 run --url http://localhost:8000 --prompts q.jsonl --out a.jsonl",
     "dsv4 run --model flash --score texts.jsonl --prefill-chunk 1",
 )
 
