@@ -125,7 +125,7 @@ class Model:
         Args:
             model: What `--model` accepts: a folder, `flash`, `org/name`, `nano`, `random:tiny`. A repository must be in
                 the Hugging Face cache.
-            gpu_memory: The most GPU memory for weights, in bytes.
+            gpu_memory: Maximum GPU memory for weights, in bytes.
             parallel: How many calls are answered at once, in one batch; further calls wait. 1 to 64.
             device, dtype, exact, backend, max_context, draft: As the options of `dsv4 run` with these names.
 

@@ -21,7 +21,7 @@ HOPPER_SHARED = 227 << 10
 
 
 class Card(NamedTuple):
-    """A GPU's compute capability, (0, 0) for AMD, and the most bytes of shared memory for a program."""
+    """A GPU's compute capability, (0, 0) for AMD, and the maximum shared memory of a program in bytes."""
 
     capability: tuple[int, int]
     shared: int
@@ -88,7 +88,7 @@ def has_tensor_memory(device: torch.device) -> bool:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return the most bytes of shared memory that one program can use."""
+    """Return the maximum number of bytes of shared memory that one program can use."""
     return HOPPER_SHARED if device.type != "cuda" else card_of(device).shared
 
 

@@ -15,7 +15,10 @@ from dsv4cli.kernels.card import is_there
 
 
 class Workspace:
-    """The words of one engine. A step that raises may leave words that are not 0: the next step clears all of them."""
+    """Zeroed int32 words in device memory that the launches of one engine share.
+
+    A step that raises may leave words that are not 0: the next step clears all of them.
+    """
 
     def __init__(self) -> None:
         self._words: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}

@@ -184,7 +184,7 @@ def _job(out: Output, session: Session, named: bool, options: ModelOptions, comp
 
 
 def _led(options: ModelOptions, session: Session) -> ModelOptions:
-    """Return the options with the session's choices."""
+    """Return the options, overridden by the choices saved in the session."""
     chosen = asdict(session.choices)
     del chosen["url"]
     return replace(options, **chosen)

@@ -252,7 +252,10 @@ def _scripted(text: str, mark: str) -> str:
 
 
 def _operand(items: list[Term], *, product: bool = False) -> str:
-    """Return an operand of a fraction or root, in parentheses if needed. product: A product of factors needs none."""
+    """Return an operand of a fraction or root, in parentheses if needed.
+
+    product: whether a product of factors can do without them.
+    """
     text, parts, depth, outside = (
         _joined(items).strip(),
         [item for item in items if item.text.strip()],

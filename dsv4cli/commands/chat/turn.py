@@ -72,7 +72,7 @@ class Chat:
 
     Attributes:
         source: Where messages are read from.
-        think_budget: Most tokens of reasoning per answer; None for no limit.
+        think_budget: Maximum number of reasoning tokens per answer; None for no limit.
     """
 
     out: Output

@@ -19,7 +19,7 @@ class RemoteEval(NamedTuple):
     """A server, and how to evaluate one of its models.
 
     Attributes:
-        concurrency: the most requests at a time.
+        concurrency: maximum number of concurrent requests.
     """
 
     out: Output

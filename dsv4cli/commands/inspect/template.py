@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def show_template(out: Output, identity: "Identity", name: str) -> bool:
-    """Print the chat template of the release, and say on stderr if the model brings another one. Return True."""
+    """Print the chat template of the release, and say on stderr if the model has a different one. Return True."""
     from dsv4cli.engine.text.chat_template import chat_template
 
     text, own = chat_template(identity.release), _own_template(identity)

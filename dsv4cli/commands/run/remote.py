@@ -38,7 +38,7 @@ class RemoteRun(NamedTuple):
     """A server, and how to ask it.
 
     Attributes:
-        concurrency: the most requests at a time.
+        concurrency: maximum number of concurrent requests.
     """
 
     out: Output

@@ -87,7 +87,7 @@ class ApiClient:
         """Send a JSON document, and return the response document. Raises ServerError.
 
         Args:
-            wait: the most seconds between two parts of the response, None for no limit.
+            wait: maximum seconds between two parts of the response, None for no limit.
         """
         with self._response("POST", path, body, wait) as response:
             return self._document(response)
@@ -116,7 +116,7 @@ class ApiClient:
 
         Args:
             content: the body, which need not be valid JSON; None sends no body.
-            seconds: the most time until the whole response has arrived.
+            seconds: maximum seconds until the whole response has arrived.
             most: read at most this many bytes, then close the connection, which cancels the request.
 
         Raises:
@@ -162,7 +162,7 @@ class ApiClient:
         """Send a request.
 
         Args:
-            wait: the most seconds between two parts of the response, None for no limit.
+            wait: maximum seconds between two parts of the response, None for no limit.
         """
         connection = self._connection()
         content = None if body is None else json.dumps(body).encode()

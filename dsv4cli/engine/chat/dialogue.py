@@ -73,8 +73,8 @@ class Dialogue:
 
         Args:
             ids: the prompt.
-            max_tokens: the most tokens of thinking and answer together.
-            budget: the most tokens of thinking, None for no limit.
+            max_tokens: maximum number of thinking and answer tokens together.
+            budget: maximum number of thinking tokens, None for no limit.
         """
         end = self.tokenizer.token_id(tokens.THINK_END)
         assert end is not None

@@ -24,7 +24,7 @@ def messages_to_drop(
 
     Args:
         count: returns the number of tokens of a prompt.
-        max_tokens: the most tokens of the answer.
+        max_tokens: maximum number of tokens of the answer.
 
     Returns:
         0 if the answer fits already or nothing can be dropped, -1 if even the last question alone is too long.

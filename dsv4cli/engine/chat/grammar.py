@@ -135,11 +135,11 @@ class Grammar:
         return Grammar(self._matcher.deep_copy(), tuple(self._eos), self._begin)
 
     def forced(self) -> int | None:
-        """Return None: the masks express it."""
+        """Return None: masks alone enforce the grammar."""
         return None
 
     def banned(self) -> tuple[()]:
-        """Return no tokens: the masks express it."""
+        """Return no tokens: masks alone enforce the grammar."""
         return ()
 
     def masks(self, drafts: Sequence[int]) -> list[bytes | None]:
@@ -160,7 +160,7 @@ class Grammar:
         return made
 
     def instead(self, token: int) -> int | None:
-        """Return None: the masks express it."""
+        """Return None: masks alone enforce the grammar, so no token is replaced."""
         return None
 
     def push(self, token: int) -> None:

@@ -1,4 +1,4 @@
-"""Many requests to a server, several at a time, each repeated until it is answered. Does not import torch."""
+"""Many requests to a server, several at a time, each retried until it is answered. Does not import torch."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ PASSING = (NoConnection, NoAnswer, ConnectionLost, ServerBusy, AnswerFailed)
 
 
 def ask(client: ApiClient, body: Mapping[str, Any]) -> RemoteAnswer:
-    """Return the complete answer to a request for a stream. Raises ServerError."""
+    """Send a streaming request, and return the complete answer. Raises ServerError."""
     answer = RemoteAnswer()
     try:
         with closing(client.stream(COMPLETIONS, body)) as events:
@@ -83,11 +83,11 @@ class RemotePool(Generic[T]):
         tell: Callable[[str], None],
         patience: float = PATIENCE,
     ) -> None:
-        """Nothing is sent yet.
+        """Create a pool. It sends nothing before `carry_out`.
 
         Args:
             connect: returns a client of the server.
-            tell: called in a thread with a sentence when requests begin to fail.
+            tell: called in a worker thread with a message when requests begin to fail.
             patience: seconds without an answer to any request, after which a failing request is given up.
         """
         self._connect, self._concurrency, self._tell, self._patience = connect, concurrency, tell, patience
@@ -163,7 +163,7 @@ class RemotePool(Generic[T]):
                 self._clients.discard(client)
 
     def _note(self, error: ServerError) -> None:
-        """Report the first of several failures."""
+        """Report a failure, unless one has been reported since the last answer."""
         with self._lock:
             first, self._troubled = not self._troubled, True
         if first and not self._ended.is_set():

@@ -17,8 +17,8 @@ class Thinking:
 
     Attributes:
         inside: whether the answer is thinking now.
-        max_tokens: the most tokens of the answer, including its thinking.
-        budget: the most tokens of its thinking, None for no limit.
+        max_tokens: maximum number of tokens of the answer, including its thinking.
+        budget: maximum number of its thinking tokens, None for no limit.
         closed: why the engine ended the thinking: "budget" if that is used up, "limit" if few of `max_tokens` are left,
             "end" if the model ended its answer while thinking.
     """

@@ -29,7 +29,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A local checkpoint folder or GGUF file; `name` is the user's text for it."""
+    """A local checkpoint folder or GGUF file; `name` is the path as the user typed it."""
 
     name: str
     folder: Path

@@ -84,7 +84,7 @@ class CompilerPool:
         self._work: dict[Connection, Work | None] = dict.fromkeys(self._fork() for _ in range(workers))
 
     def run(self) -> None:
-        """Work until everything is done, or no process is left."""
+        """Hand out work until all kernels are compiled, or no worker process is left."""
         while self._work:
             self._hand_out()
             busy = {one: work for one, work in self._work.items() if work is not None}

@@ -1,4 +1,4 @@
-"""The chat template that a model's folder brings along, which a conversion keeps. No torch."""
+"""The chat template in a model's folder, which a conversion keeps. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -237,7 +237,7 @@ def step_bytes(device: torch.device) -> int:
 
 
 def waiting_bytes(device: torch.device, workers: int) -> int:
-    """Return the most bytes that wait in memory for the hash: some steps per thread, and a matrix's scales.
+    """Return the maximum bytes in memory that are not hashed yet: some steps per thread, and a matrix's scales.
 
     The scales come after their weight in the file.
     """

@@ -34,7 +34,7 @@ def _silent(text: str) -> None:
 
 @dataclass(frozen=True)
 class FileSource:
-    """One safetensors file; `name` is the user's text for it."""
+    """One safetensors file; `name` is the path as the user typed it."""
 
     name: str
     file: Path
@@ -54,7 +54,7 @@ class FileSource:
 class RemoteSource:
     """A hub repository whose headers and configuration are fetched at first use.
 
-    name: the user's text for it. say: called when a request is retried.
+    name: the repository as the user typed it. say: called when a request is retried.
     """
 
     name: str

@@ -232,7 +232,7 @@ class _Steps:
             fill(cache)
 
     def measured(self) -> tuple[list[VerifiedRows], Timing, Launches | None]:
-        """Time steps of each number of rows, the last followed by drafting.
+        """Time steps of 1, 2, … rows per sequence up to the maximum. The last step is followed by drafting.
 
         Returns the steps' times, the drafter's time and the drafter's launches.
         """

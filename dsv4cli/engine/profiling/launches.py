@@ -140,7 +140,7 @@ def _span(event: FunctionEvent) -> tuple[float, float]:
 
 
 def _class(event: FunctionEvent) -> str:
-    """Return the class of what runs directly in a range, outside nested ranges."""
+    """Return the class of work that runs in a range but in none of its nested ranges."""
     name = event.name.removeprefix(PREFIX)
     return CONNECTIONS if name == BLOCK else name
 

@@ -38,7 +38,7 @@ class Extent:
 
     Attributes:
         groups: for each ratio, how many compressed entries the chunks can complete, or more.
-        entries: the most entries that a sequence has afterwards, or more.
+        entries: upper bound of the entries that a sequence has afterwards.
     """
 
     longest: int

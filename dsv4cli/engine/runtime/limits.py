@@ -58,7 +58,7 @@ def check_cache_limit(request: Request, max_request_tokens: int | None) -> None:
 
 
 def context_of(config: ModelConfig, limits: Limits) -> int:
-    """Return the context limit: the most tokens of a prompt and its completion."""
+    """Return the context limit: the maximum number of tokens of a prompt and its completion."""
     return min(limits.max_context or config.max_position_embeddings, config.max_position_embeddings)
 
 

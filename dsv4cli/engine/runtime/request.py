@@ -117,7 +117,7 @@ class Request:
 
     @property
     def prefill_chunk(self) -> int:
-        """The most tokens of the prompt in a step."""
+        """The maximum number of prompt tokens in a step."""
         return self.limits.prefill_chunk or self.default_chunk
 
     @property

@@ -134,5 +134,5 @@ class Scheduler:
 
 
 def blocks_at_end(request: Request) -> int:
-    """Return the most cache blocks that a request's sequence can use."""
+    """Return the maximum number of cache blocks that a request's sequence can use."""
     return blocks_of(request.end + ROLLBACK)

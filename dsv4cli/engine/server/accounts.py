@@ -24,7 +24,7 @@ class RateLimit:
         self._most, self._level, self._at = per_minute, float(per_minute or 0), clock()
 
     def change(self, per_minute: int | None) -> None:
-        """Set another limit. What has been spent remains spent."""
+        """Change the limit. The amount already spent is kept."""
         spent = 0.0 if self._most is None else self._most - self._refilled()
         self._most, self._level, self._at = per_minute, (per_minute or 0) - spent, self._clock()
 
@@ -57,7 +57,7 @@ class Account:
         self._tokens = RateLimit(None if key is None else key.tokens)
 
     def change(self, key: ApiKey) -> None:
-        """Set another name and other limits."""
+        """Change the name and the limits."""
         self.name = key.name
         self._requests.change(key.requests)
         self._tokens.change(key.tokens)
@@ -91,7 +91,7 @@ class Accounts:
 
         Args:
             keys: a request needs one of them; if empty, no key is needed.
-            share_cache: whether requests share cached prefixes whatever their keys.
+            share_cache: whether requests share cached prefixes regardless of their keys.
         """
         self._share_cache = share_cache
         self._of: dict[bytes, Account] = {}
@@ -103,12 +103,12 @@ class Accounts:
         return bool(self._of)
 
     def find(self, given: bytes) -> Account | None:
-        """Return the account of a key, None if there is no such key. The time reveals nothing about the keys."""
+        """Return the account of a key, None if it does not exist. The running time reveals nothing about the keys."""
         found = [account for secret, account in self._of.items() if hmac.compare_digest(given, secret)]
         return found[0] if found else None
 
     def replace(self, keys: Sequence[ApiKey]) -> None:
-        """Accept other keys from now on. A key that remains keeps its account and what it has used.
+        """Replace the accepted keys. A key that remains keeps its account and its usage.
 
         Running requests are not affected.
         """

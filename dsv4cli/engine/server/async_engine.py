@@ -108,8 +108,8 @@ class AsyncEngine:
     """An engine in its own thread, used from the running event loop.
 
     Attributes:
-        most: the most requests that may be running or queued.
-        room: the most tokens of a prompt and its answer that the KV cache holds, None if it has no limit.
+        most: maximum number of requests that may be running or queued.
+        room: maximum number of tokens of a prompt and its answer that the KV cache holds, None if it has no limit.
         hung_seconds: how long no step may end before the engine counts as hanging.
         failure: resolves to the exception that stopped the engine, if it fails.
     """

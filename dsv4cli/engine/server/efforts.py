@@ -16,7 +16,7 @@ class Effort:
 
     Attributes:
         level: "off" or one of the release's efforts.
-        budget: the most tokens of thinking, None for no limit.
+        budget: maximum number of thinking tokens, None for no limit.
         asked: whether the client specified it.
     """
 

@@ -50,7 +50,7 @@ async def read_body(
     """Return the result of `read` for the JSON object in a request's body.
 
     Args:
-        prompts: the most prompts that the body may contain.
+        prompts: maximum number of prompts that the body may contain.
         references: texts in a body that may refer to stored conversations. It is processed like a long body then.
 
     Raises:

@@ -33,7 +33,7 @@ class AnswerPlan:
     Attributes:
         ids: the prompt's token ids.
         shape: the required form of the answers.
-        budget: the most tokens of thinking, None for no limit.
+        budget: maximum number of thinking tokens, None for no limit.
         count: number of answers.
         ignore_eos: whether answers end only at their token limit.
     """

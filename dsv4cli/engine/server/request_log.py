@@ -24,12 +24,12 @@ FIELD = re.compile(r"[\w.\[\]-]{1,100}", re.ASCII)
 
 
 class LogLine(str):
-    """A log line, with the same as fields for JSON."""
+    """A log line as text, with its content as fields for JSON."""
 
     fields: Mapping[str, Any]
 
     def __new__(cls, text: str, fields: Mapping[str, Any]) -> "LogLine":
-        """Return the line."""
+        """Create a line with its fields."""
         line = super().__new__(cls, text)
         line.fields = fields
         return line
@@ -45,7 +45,7 @@ def log_text(line: str, *, as_json: bool, now: Callable[[], datetime] = lambda: 
 
 
 def request_id_of(given: str | None) -> str:
-    """Return the request id that a client has sent, or a new one if it is missing, too long or unusual."""
+    """Return the request id that a client sent, or a new one if it is missing, too long or has unusual characters."""
     return given if given is not None and REQUEST_ID.fullmatch(given) else uuid4().hex
 
 
@@ -112,7 +112,10 @@ def _client(scope: Scope) -> str:
 
 
 def _reason(refusal: Refusal) -> str:
-    """Return the field that was refused, or why the request was: the message about a field may contain its value."""
+    """Return the name of the refused field, or the reason of the refusal if it is not about a field.
+
+    The message about a field is not logged: it may contain the field's value.
+    """
     if refusal.param is None:
         return brief_line(refusal.message, line=LONGEST_REASON)
     return (

@@ -30,7 +30,10 @@ ID_PREFIXES = {
 
 
 def new_id(kind: str) -> str:
-    """Return a new id for an item of this type, or for a `resp`onse or a `call`."""
+    """Return a new id.
+
+    kind: the type of an item, "resp" for a response, or "call" for a call.
+    """
     return f"{ID_PREFIXES.get(kind, kind)}_{uuid4().hex}"
 
 

@@ -89,7 +89,7 @@ class ReasoningItem(OutputItem):
         """Create an empty item.
 
         Args:
-            summarized: whether the client requests a summary. The whole text is the summary then.
+            summarized: whether the client requests a summary. If so, the whole text is returned as the summary.
             seal: makes the item's `encrypted_content`, None for an item without it.
         """
         super().__init__(index, summary=[], **({} if summarized else {"content": []}))
@@ -126,7 +126,7 @@ class ReasoningItem(OutputItem):
 
 
 class CallItem(OutputItem):
-    """A call of a function."""
+    """A function call."""
 
     kind = "function_call"
 
@@ -159,7 +159,7 @@ class CustomCallItem(CallItem):
         self._input = ToolInput()
 
     def push(self, text: str) -> list[Event]:
-        """Add a part of the arguments' JSON, and return the events of the input's text that it contains."""
+        """Add a part of the arguments' JSON, and return the events for its part of the input's text."""
         return self._deltas(self._input.push(text))
 
     def close(self, status: str) -> list[Event]:
@@ -207,12 +207,14 @@ class ResponseOutput:
         return begun + (self._push(delta.text) if delta.text else [])
 
     def finish(self, status: str, open_call: int | None) -> list[Event]:
-        """Close the open item, and return its events. An answer that ended by itself has a message, if no call.
+        """Close the open item, and return its events.
+
+        A complete answer with neither text nor call gets an empty message.
 
         Args:
-            status: completed, or incomplete if the answer was cut.
-            open_call: the call that the answer's end has cut off. It is left out, without the events that end it:
-                clients run every call that ends.
+            status: completed, or incomplete if the answer was truncated.
+            open_call: the call that was truncated at the end of the answer. It is left out, and so are its closing
+                events, because clients run every call that is closed.
         """
         if isinstance(self._open, CallItem):
             if self._call == open_call:

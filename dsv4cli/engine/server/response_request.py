@@ -40,7 +40,7 @@ class ResponseRequest:
 
     Attributes:
         stream: whether the answer is streamed.
-        background: whether the answer is generated after the response to the request.
+        background: whether the request returns immediately while the answer is generated.
         stored: whether the response is stored.
         inputs: the request's own input as it is stored.
         tools: the offered tools.

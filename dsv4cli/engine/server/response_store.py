@@ -115,7 +115,7 @@ class ResponseStore:
         return task
 
     async def cancelled(self, name: str) -> None:
-        """Cancel the task that answers a background response, and wait for its end."""
+        """Cancel the task that answers a background response, and wait until it has ended."""
         task = self.cancel(name)
         if task is not None:
             await wait({task})

@@ -92,7 +92,7 @@ def read_tools(given: list[Any], where: str = "tools") -> ResponseTools:
 
 
 def entry(given: Any, where: str) -> Fields:
-    """Return access to the fields of an entry of a list. Raises `Refusal` if it is not an object."""
+    """Return a list entry as `Fields`. Raises `Refusal` if it is not an object."""
     if not isinstance(given, dict):
         raise bad_field(where, "expected an object")
     return Fields(given, where)

@@ -83,7 +83,10 @@ class Service:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens to encode. A prompt that is only somewhat too long is refused with its exact length."""
+        """The maximum number of tokens to encode.
+
+        A prompt that is only somewhat too long is refused with its exact length.
+        """
         return 2 * self.context
 
     @property

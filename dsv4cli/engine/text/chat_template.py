@@ -44,6 +44,6 @@ def _mapping(values: Mapping[str, str]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a string literal of Jinja, with the escapes that every engine knows."""
+    """Return a string literal of Jinja, with escapes that every Jinja engine supports."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"'{escaped}'"

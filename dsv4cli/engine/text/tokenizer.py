@@ -112,7 +112,7 @@ class Tokenizer:
         Other Python threads can run during the call.
 
         Args:
-            most: the most tokens allowed, None for no limit.
+            most: maximum number of tokens, None for no limit.
 
         Raises:
             UsageError: the text is not valid Unicode.

@@ -89,7 +89,10 @@ def rounding_of(one: TraceManifest, other: TraceManifest, stage: str, half_step:
 
 
 def _alike(tokens: torch.Tensor, stage: str, one: Recording, layer: int) -> torch.Tensor:
-    """Return which rows of a stage were computed after the same choices. tokens: the same for tokens, bool [T]."""
+    """Return which rows of a stage were computed after the same choices.
+
+    tokens: bool [T], whether all earlier choices for a token are the same.
+    """
     per = BY_NAME[stage].per
     if per == "token":
         return tokens

@@ -46,8 +46,8 @@ class TraceManifest:
         streams: number of residual streams.
         dtype, simulate: the numerics.
         rounded: kinds of weights whose inputs are rounded to FP8.
-        short_sums: most prompt tokens in a step, if FP8 tensor cores compute linears of many rows with short sums
-            (`gemm.SHORT_SUM`); 0 otherwise.
+        short_sums: maximum number of prompt tokens in a step, if FP8 tensor cores compute linears of many rows with
+            short sums (`gemm.SHORT_SUM`); 0 otherwise.
         what: recorded groups of stages.
         fed: whether each half of a block was fed the streams of another recording.
         drafter: whether the model has a drafter, which is not recorded.

@@ -17,13 +17,13 @@ from dsv4cli.engine.tracing.short_sums import ShortSums
 
 @dataclass(frozen=True)
 class Pass:
-    """One recording.
+    """One pass that makes one recording.
 
     Attributes:
         folder: where to write it.
         fed: the recording whose streams are fed to each half of a block; None for the model's own.
         moved: relative size of the perturbation of these streams; None for none.
-        short: for each text, how many first tokens have their FP8 linears perturbed by `ShortSums`; () for none.
+        short: for each text, the number of leading tokens whose FP8 linears `ShortSums` perturbs; () for none.
     """
 
     folder: Path

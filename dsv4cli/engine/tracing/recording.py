@@ -112,7 +112,7 @@ def _make_file(path: Path, tensors: dict[str, tuple[int, torch.Tensor]]) -> dict
 
 
 class Recording(Protocol):
-    """The recorded stages of a forward pass, in any storage."""
+    """The recorded stages of a forward pass, whatever files they are stored in."""
 
     name: str
     manifest: TraceManifest

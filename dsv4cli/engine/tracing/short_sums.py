@@ -35,7 +35,7 @@ class ShortSums:
 
 
 def short_sums_between(one: TraceManifest, other: TraceManifest) -> tuple[int, ...]:
-    """Return for each text how many first tokens have short sums in FP8 linears on either side; () if none have."""
+    """Return the number of leading tokens with short sums in FP8 linears on either side, by text; () if all are 0."""
     counts = tuple(max(_short(text, side.short_sums) for side in (one, other)) for text in one.texts)
     return counts if any(counts) else ()
 

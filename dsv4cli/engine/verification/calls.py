@@ -41,7 +41,7 @@ class ApiCall:
 
     @property
     def tokens_out(self) -> int:
-        """The most tokens of the answer."""
+        """The maximum number of tokens of the answer."""
         if not isinstance(self.body, Mapping):
             return 0
         limit = self.body.get("max_tokens", self.body.get("max_completion_tokens", self.body.get("max_output_tokens")))
@@ -59,7 +59,7 @@ class ServerReply:
 
     Attributes:
         status: the HTTP status; 0 if there is no response.
-        text: the body. Bytes that are not UTF-8 are U+FFFD.
+        text: the body. Bytes that are not UTF-8 are replaced by U+FFFD.
         complete: False if the connection was closed before the end.
         failure: why there is no response.
         seconds: time until the response was complete.
@@ -82,7 +82,7 @@ class ServerReply:
 
     @cached_property
     def events(self) -> list[Any]:
-        """The data of the stream's events, parsed: `[DONE]` as that text, and data that is not JSON as None."""
+        """The data of the stream's events, parsed: `[DONE]` stays text, and data that is not JSON becomes None."""
         return [_parsed(line[len(DATA) :].strip()) for line in self.text.splitlines() if line.startswith(DATA)]
 
     def record(self) -> dict[str, Any]:

@@ -18,9 +18,9 @@ class Problem:
 
     Attributes:
         what: one sentence that says what the server did.
-        evidence: lines that show it: what was expected, and what came.
+        evidence: lines that show it: what was expected, and what was received.
         call: the request that shows it.
-        wrong: False for a remark that does not make the server wrong.
+        wrong: False for a remark that is not an error of the server.
     """
 
     what: str
@@ -35,8 +35,8 @@ class CheckStep:
 
     Attributes:
         plan: returns the requests, given the responses to earlier steps.
-        together: the most requests to send at once; None for the limit of the run.
-        most: the most requests of a step that depends on earlier responses; 0 if the step does not.
+        together: maximum number of concurrent requests; None for the limit of the run.
+        most: maximum number of requests of a step that depends on earlier responses; 0 if the step does not.
     """
 
     plan: Callable[[Replies], Sequence[ApiCall]]
@@ -46,14 +46,14 @@ class CheckStep:
 
 @dataclass(frozen=True)
 class Check:
-    """A check.
+    """One check of a server.
 
     Attributes:
         name: family and name, such as `replies.stop`.
         reason: why servers get this wrong, or why it matters.
         meaning: what a failure means for a user.
         steps: the requests, in the order in which they are sent.
-        judge: yields what is wrong; nothing if all is right.
+        judge: yields the problems; none if the check passes.
         skip: why the check cannot run against this server; empty if it can.
         figures: returns numbers to report besides the verdict.
         ordered: whether the responses depend on the order of the requests. An interrupted check is then repeated from

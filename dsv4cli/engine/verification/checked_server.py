@@ -26,7 +26,7 @@ class CheckedServer:
         release: the encoder that its prompts are compared with.
         release_found: how the release was determined, for reports.
         tokenizer: the model's vocabulary on this machine; None if there is none.
-        vocabulary: where the tokenizer is from, for reports.
+        vocabulary: where the tokenizer comes from, for reports.
         logprobs: whether chat answers have log-probabilities.
         completions: whether `/v1/completions` continues raw text.
         echo: whether it scores the tokens of a prompt.
@@ -64,7 +64,7 @@ class CheckedServer:
         Args:
             messages: the conversation, or the text of its only message.
             level: the thinking level.
-            most: the most tokens of the answer.
+            most: maximum number of tokens of the answer.
             logprobs: request log-probabilities, if the server has them.
             fields: further fields of the body, which replace the others.
         """

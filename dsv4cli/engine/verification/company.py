@@ -37,7 +37,7 @@ Wanted = Sequence[tuple[ApiCall, ApiCall]]
 
 
 def company_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
-    """Return the checks of answers next to other requests."""
+    """Return the checks that other requests do not change an answer."""
     texts = prompts()[: PROMPTS_QUICK if quick else PROMPTS]
     alone = _calls(server, "company.alone", texts)
     again = _calls(server, "company.repeat", texts[: REPEATED_QUICK if quick else REPEATED])
@@ -91,7 +91,7 @@ _WORDS = ("apple", "river", "stone", "cloud", "green", "table", "music", "paper"
 
 
 def _words(seed: int, count: int) -> str:
-    """Return words in an order that looks random and is always the same."""
+    """Return words in a pseudorandom order that depends only on the seed."""
     state, found = seed * 7919 + 17, []
     for _ in range(count):
         state = (state * 1103515245 + 12345) % (1 << 31)
@@ -104,7 +104,7 @@ def _calls(server: CheckedServer, name: str, texts: Sequence[str]) -> list[ApiCa
 
 
 def measured_noise(repeats: Wanted, replies: Replies) -> float:
-    """Return the server's own spread in nats: the largest difference between two runs of the same request alone."""
+    """Return the server's run-to-run noise in nats: the largest difference between two runs of one request alone."""
     sizes = [found.drift for one, other in _pairs(repeats, replies) if (found := difference(one[1], other[1]))]
     return min(max(sizes, default=0.0), MOST_NOISE)
 

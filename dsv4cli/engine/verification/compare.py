@@ -1,4 +1,4 @@
-"""Compares two answers to the same prompt: equal, apart by rounding, or different. No torch."""
+"""Compares two answers to the same prompt: equal, equal up to rounding, or different. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ def difference(one: ChatAnswer, other: ChatAnswer) -> AnswerDifference | None:
 
 
 def _alike(tokens: Sequence[tuple[AnswerToken, AnswerToken]]) -> Iterator[tuple[int, tuple[AnswerToken, AnswerToken]]]:
-    """Yield the likely tokens before the first different one, with their positions."""
+    """Yield the pairs of equal, not too unlikely tokens before the first different ones, with their positions."""
     for number, (a, b) in enumerate(tokens):
         if a.text != b.text:
             return
@@ -58,7 +58,7 @@ def _alike(tokens: Sequence[tuple[AnswerToken, AnswerToken]]) -> Iterator[tuple[
 
 
 def _margin(one: AnswerToken, other: AnswerToken) -> float | None:
-    """Return how much less likely the other answer's token is at this place of one answer."""
+    """Return how much less likely than its own token one answer rates the other's token, in nats; None if unknown."""
     if not one.top:
         return None
     # a token that is not listed is less likely than all that are

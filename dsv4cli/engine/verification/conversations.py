@@ -76,7 +76,7 @@ def result(id: str, text: str) -> Message:
 
 
 def conversations() -> dict[str, list[SampleConversation]]:
-    """Return the conversations by kind, the most telling of each kind first."""
+    """Return the conversations by kind, the most informative of each kind first."""
     return {
         "plain": [SampleConversation([user(text)]) for text in _PLAIN],
         "system": [SampleConversation([system(text), user("What is 17 + 25?")]) for text in _SYSTEM],

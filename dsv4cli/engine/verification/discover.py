@@ -26,7 +26,7 @@ ABSENT = (0, 404, 405, 501)
 
 @dataclass(frozen=True)
 class ServerHints:
-    """What the user says about the server: model, release and tokenizer; None for what is to be found out."""
+    """What the user says about the server: model, release and tokenizer; None for what must be discovered."""
 
     model: str | None = None
     release: Release | None = None
@@ -93,7 +93,7 @@ def _first(url: str, reply: ServerReply) -> ChatAnswer:
 
 
 def _with_apis(server: CheckedServer, send: Send) -> tuple[CheckedServer, int | None]:
-    """Return the server with its other APIs, and the number of tokens of the probe's text if it says so."""
+    """Return the server with its other APIs, and the number of tokens of the probe's text if the server reports it."""
     scored = send(server.raw("target/echo", PROBE, 1, echo=True, logprobs=1))
     raw = scored if scored.status == 200 else send(server.raw("target/completions", PROBE, 1))
     body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
@@ -121,7 +121,7 @@ def _scores(reply: ServerReply) -> bool:
 
 
 def _matching(server: CheckedServer, answer: ChatAnswer, raw: int | None) -> tuple[str, Tokenizer | None]:
-    """Return the name and the tokenizer of the vocabulary that counts as the server does; None if there is none."""
+    """Return the name and tokenizer of the vocabulary with the token counts of the server; None if there is none."""
     known = list(known_tokenizers(server.model))
     for name, tokenizer in known:
         if raw is not None and len(tokenizer.encode(PROBE)) in (raw, raw - 1):  # - 1: a BOS token was added
@@ -135,7 +135,7 @@ def _matching(server: CheckedServer, answer: ChatAnswer, raw: int | None) -> tup
 
 
 def _with_release(server: CheckedServer, send: Send) -> CheckedServer:
-    """Return the server with the release whose effort instructions have the length of the server's."""
+    """Return the server with its release: by the length of its effort instructions, otherwise by the model's name."""
     fits = list(_fitting(server, send)) if server.tokenizer is not None else []
     if len(fits) == 1:
         return replace(server, release=fits[0], release_found="found by the length of its prompts")

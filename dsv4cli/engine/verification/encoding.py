@@ -147,7 +147,7 @@ VARIANTS: Mapping[str, Variant] = (
 
 
 def explain(server: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]]) -> str:
-    """Return the one thing that explains all counts, or the difference if it is the same in all; "" otherwise."""
+    """Return the deviation that explains all token counts, or their common difference; "" if there is neither."""
     for name, variant in VARIANTS.items():
         if all(variant(server, one) == count for one, count in wrong):
             return name

@@ -44,7 +44,7 @@ class ReplyJournal:
         self._file.close()
 
     def find(self, call: ApiCall) -> ServerReply | None:
-        """Return the response to this very request; None if the journal has none."""
+        """Return the response to exactly this request; None if the journal has none."""
         with self._lock:
             return self._kept.get((call.key, _digest(call)))
 

@@ -81,7 +81,7 @@ def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> 
     """Yield what is wrong with the refusal of an invalid request.
 
     Args:
-        lenient: an answer is only worth a note.
+        lenient: whether a server that accepts the request gets a remark instead of an error.
     """
     reply, name = replies[call.key], call.key.partition("/")[2]
     if reply.failure == "no answer":

@@ -1,4 +1,4 @@
-"""Checks of long contexts: needles at all depths, the exact limit, and other requests beside a prompt of that length.
+"""Checks of long contexts: needles at all depths, the exact limit, and other requests next to a prompt of that length.
 
 No torch.
 """

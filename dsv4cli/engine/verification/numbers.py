@@ -1,7 +1,7 @@
-"""The check of numbers: log-probabilities of texts compared with those of a trusted server. No torch.
+"""The check of log-probabilities: compares them with those of a trusted server. No torch.
 
-A server that scores texts (`echo`) is compared text by text. Of others, greedy answers are compared up to the first
-different token.
+A server that scores texts (`echo`) is compared text by text. For others, greedy answers are compared up to the
+first different token.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ WINDOW = 16
 
 
 def number_check(server: CheckedServer, reference: ServerReference | None, *, quick: bool) -> Check:
-    """Return the check. Without a reference, the numbers are only recorded."""
+    """Return the check of log-probabilities. Without a reference, they are only recorded."""
     calls, skip = _calls(server, reference, quick), ""
     if not calls:
         skip = "the server returns no log-probabilities"
@@ -84,9 +84,9 @@ class NumberDifference:
     Attributes:
         sizes: the absolute differences in nats, of all compared tokens in order, by text.
         classes: mean difference of the negative log-likelihood per token in nats, by class.
-        significant: whether that of a class is worse by more than chance explains.
+        significant: whether any class is worse by more than chance explains.
         middle: median of the absolute differences.
-        worst: their 99th percentile.
+        worst: 99th percentile of the absolute differences.
     """
 
     sizes: Mapping[str, Sequence[float]]
@@ -135,7 +135,7 @@ def _figures(found: Mapping[str, ScoredText], reference: ServerReference | None)
 
 
 def _joined(found: Mapping[str, ScoredText]) -> dict[str, ScoredText]:
-    """Return the scored texts of each class together."""
+    """Return the scored texts, concatenated by class."""
     joined: dict[str, ScoredText] = {}
     for name, one in found.items():
         kind = name.split("/")[1] if name.startswith("texts/") else "answers"
@@ -167,10 +167,10 @@ def _judge(
 
 
 def verdict_of(difference: NumberDifference, noise: float) -> str:
-    """Return "right", or what the differences look like.
+    """Return "right", or the kind of error that the differences point to.
 
     Args:
-        noise: the median difference, in nats, that rounding alone makes.
+        noise: the median difference that rounding alone causes, in nats.
     """
     band = FACTOR * noise
     if difference.middle <= band and not difference.significant:

@@ -39,7 +39,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class PlannedCost:
-    """What checks cost: requests, prompt tokens, and the most tokens of answers."""
+    """What checks cost: requests, prompt tokens, and the maximum number of answer tokens."""
 
     requests: int
     tokens_in: int
@@ -66,7 +66,7 @@ def plan_checks(
     Args:
         sent: returns the calls of the run so far.
         reference: the answers of a trusted server to compare with.
-        recorded: whether the answers become a reference themselves, which needs numbers even without one.
+        recorded: whether the answers become a reference, which requires log-probabilities to be checked.
     """
     checks = [
         *encoding_checks(server, quick=scope.quick),

@@ -1,8 +1,8 @@
-"""The check of cached prefixes: an answer after a prefix cache hit equals the one that the whole prompt has. No torch.
+"""The check of cached prefixes: an answer after a prefix cache hit equals that of a full prefill. No torch.
 
 Two prompts share exactly N tokens, for N next to the sizes of cache blocks and of compressed attention. The first one
-fills the cache, the second one hits it. The truth of the second is its text scored in one pass (`echo`), which no
-server takes from a cache, because it needs the log-probabilities of the prompt.
+fills the cache, the second one hits it. The ground truth of the second is its text scored in one pass (`echo`),
+which no server can take from a cache, because the log-probabilities of the prompt must be computed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ class _Prefix:
 
 
 def prefix_check(server: CheckedServer, *, quick: bool) -> Check:
-    """Return the check."""
+    """Return the check of cached prefixes."""
     limit = server.limit or 1 << 16
     lengths = [length for length in (QUICK_LENGTHS if quick else LENGTHS) if length + 64 <= limit]
     pairs = [_pair(server, length, number < REPEATED and not quick) for number, length in enumerate(lengths)]
@@ -100,7 +100,7 @@ def _filled(server: CheckedServer, text: str, length: int) -> str:
 
 
 def _shared(server: CheckedServer, head: str) -> int:
-    """Return the number of tokens that the prompts of both tails share."""
+    """Return the length in tokens of the prefix that the prompts with either tail share."""
     assert server.tokenizer is not None
     one, other = (server.tokenizer.encode(server.prompt([_user(head + tail)], (), "off")) for tail in TAILS)
     return next(n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -41,7 +41,7 @@ class ServerReference:
         texts: scored texts, by class and number, such as `english/0`.
         answers: scored answers to prompts at temperature 0, for servers that score no texts.
         calls: the names of the functions called, by tool scenario.
-        noise: the median difference of log-probabilities, in nats, that rounding makes between two right servers.
+        noise: the median difference of log-probabilities, in nats, that rounding causes between two correct servers.
     """
 
     model: str
@@ -61,7 +61,7 @@ class ServerReference:
 
 
 def reference_of(server: CheckedServer, calls: Sequence[ApiCall], replies: Replies) -> ServerReference:
-    """Return the reference that the answers of a run make.
+    """Build a reference from the answers of a run.
 
     Args:
         calls: the calls of the run.

@@ -174,7 +174,7 @@ def _stop(server: CheckedServer, *, quick: bool) -> Check:
 
 
 def _stop_text(replies: Replies, call: ApiCall) -> str:
-    """Return a text of two characters across two tokens of the answer, "" if the answer is too short."""
+    """Return two consecutive characters from different tokens of the answer; "" if it is too short."""
     for _, answer in readable([call], replies):
         text = answer.content or ""
         end, cuts = 0, []
@@ -240,7 +240,7 @@ def _temperature(server: CheckedServer, seeds: Sequence[int]) -> Check:
 
 
 def _cut_early(call: ApiCall, answer: ChatAnswer) -> bool:
-    """Return True if a limit ended an answer before its first text, or inside markup, which is no text."""
+    """Return True if a limit ended an answer before its first text, or inside markup, which does not count as text."""
     offers = isinstance(call.body, Mapping) and bool(call.body.get("tools"))
     written = "".join(token.text for token in answer.tokens)
     markup = any(mark in written for mark in MARKUP)

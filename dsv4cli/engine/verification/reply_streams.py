@@ -1,4 +1,4 @@
-"""Checks that a streamed answer is the whole one: texts, characters, usage and the last event. No torch."""
+"""Checks that streaming does not change an answer: texts, characters, usage and the last event. No torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ CHARACTERS = ("法国的首都是哪里？请用中文回答。", "17加25等于
 
 
 def stream_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
-    """Return the checks of streams, each with the same request as a whole response and as a stream."""
+    """Return the checks of streams, each of which sends a request with and without streaming."""
     streams = _pairs(server, "stream", STREAMS[:2] if quick else STREAMS)
     characters = _pairs(server, "utf8", [_Question(text) for text in (CHARACTERS[:1] if quick else CHARACTERS)])
     return [

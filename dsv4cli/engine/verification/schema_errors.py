@@ -15,7 +15,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def schema_errors(value: object, schema: Mapping[str, Any], where: str = "arguments") -> Iterator[str]:
-    """Yield what in a value contradicts a schema."""
+    """Yield an error message for each way in which a value violates a schema."""
     if "anyOf" in schema:
         if all(any(schema_errors(value, one, where)) for one in schema["anyOf"]):
             yield f"{where} matches no alternative"

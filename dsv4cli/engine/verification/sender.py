@@ -1,4 +1,4 @@
-"""Sends the requests of checks: at most a number of them at once, with retries, and with a journal. No torch."""
+"""Sends the requests of checks: a limited number at a time, with retries and a journal. No torch."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +33,8 @@ class Sender:
 
         Args:
             key: the API key, "" for none.
-            concurrency: the most requests at once.
-            seconds: the most time for a response.
+            concurrency: maximum number of concurrent requests.
+            seconds: timeout of a response.
 
         Raises:
             UsageError: the URL is invalid.
@@ -66,9 +66,9 @@ class Sender:
         """Return the responses to calls, by key.
 
         Args:
-            together: the most requests at once; None for the sender's limit, which is never exceeded.
+            together: maximum number of concurrent requests; None for the sender's limit, which is never exceeded.
             done: called after each response.
-            keep: write the responses to the journal at once.
+            keep: whether to write each response to the journal immediately.
 
         Raises:
             ServerError: the server does not accept connections. The other requests are cancelled.
@@ -104,7 +104,7 @@ class Sender:
                 client.close()
 
     def _patiently(self, call: ApiCall) -> ServerReply:
-        """Send a call, again if the server is busy or cannot be reached for a moment."""
+        """Send a call. Retry while the server is busy or briefly unreachable."""
         attempt = 0
         while True:
             reply, wish = self._once(call, last=attempt + 1 >= CONNECTIONS)

@@ -76,7 +76,7 @@ class ToolScenario:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The further fields of the request."""
+        """The additional fields of the request."""
         name = self.tools[0]["function"]["name"]
         choice = {"type": "function", "function": {"name": name}} if self.choice == "named" else self.choice
         return {"tool_choice": choice} | ({"stream": True} if self.stream else {})

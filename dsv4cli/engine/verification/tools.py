@@ -37,7 +37,7 @@ class ToolFigures:
         triggered: answers with calls.
         calls: number of calls.
         valid: calls of an offered function whose arguments match its schema.
-        lost, invented: answers without a required call, and with a call that must not be.
+        lost, invented: answers without a required call, and answers with a forbidden one.
         leaked: answers with markup in a text.
         made: the names of the called functions, by scenario.
     """

@@ -1,6 +1,6 @@
 """Read checkpoint files into a model's parameters with several threads, each reading one piece at a time.
 
-Host memory is the target of reads directly; GPU memory is filled through staging buffers. There are no other copies.
+Bytes are read directly into host memory, and into GPU memory through staging buffers. There are no other copies.
 """
 
 import threading

@@ -84,7 +84,7 @@ def reserves(
 
     Args:
         load: the workload; if it names a chunk size, that is the only one.
-        triton: whether Triton's kernels compute, not the reference kernels.
+        triton: whether the run uses Triton's kernels; otherwise the reference kernels.
         divides: whether ranks divide the rows of large steps.
     """
     found, overhead = [], 0

@@ -31,7 +31,7 @@ class RankSizes:
         chosen: number of experts per token.
         embedding: bytes of the embedding, which can be offloaded too.
         dequantized: `total` with every weight in fp32; scales and tables as stored.
-        dequantized_drafter: the same for `drafter`.
+        dequantized_drafter: `drafter` with every weight in fp32.
     """
 
     total: int

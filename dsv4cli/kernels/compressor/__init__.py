@@ -26,7 +26,7 @@ def compress_keys(own: Compression, plan: EntryPlan, round_keys: bool) -> State:
 
 
 def compress_index_keys(own: Compression, plan: EntryPlan) -> State:
-    """Do the same for the indexer, with hadamard and fp4_round in blocks of 32 after the rotation.
+    """Run `compress_keys` for the indexer, with hadamard and fp4_round in blocks of 32 after the rotation.
 
     Packed entries (int8 with scales) are the codes and scales of fp4_round; before it, values are bf16.
     """

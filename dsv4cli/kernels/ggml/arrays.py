@@ -118,7 +118,7 @@ def _is_tensor(x: Array) -> bool:
 
 
 def _packed(x: Array) -> Array:
-    """Return a copy without gaps, if it is not one already: dtypes of several bytes need that."""
+    """Return a contiguous, aligned array, copied if needed: views with wider dtypes require that."""
     if _is_tensor(x):
         return x.contiguous() if x.storage_offset() % 16 == 0 else x.clone()
     import numpy as np

@@ -50,7 +50,7 @@ def q5_0(b: Array) -> Array:
 
 
 def iq4_nl(b: Array) -> Array:
-    """Decode IQ4_NL: d, codes of a table."""
+    """Decode IQ4_NL: d, codes that index a table."""
     return halves(b[..., :2]) * lookup("nl", fields(b[..., 2:], 4, 16))[..., 0]
 
 
@@ -94,7 +94,7 @@ def q6_k(b: Array) -> Array:
 
 
 def iq4_xs(b: Array) -> Array:
-    """Decode IQ4_XS: d, scales of 6 bits per 32 values in two parts, codes of a table."""
+    """Decode IQ4_XS: d, scales of 6 bits per 32 values in two parts, codes that index a table."""
     scales = fields(b[..., 4:8], 4, 1) | fields(b[..., 2:4], 2, 1) << 4
     steps = halves(b[..., :2]) * (floats(scales) - 32)
     return _scaled(lookup("nl", fields(b[..., 8:], 4, 16))[..., 0], steps)
@@ -135,7 +135,7 @@ def iq3_s(b: Array) -> Array:
 
 
 def _steps_and_minima(b: Array) -> tuple[Array, Array]:
-    """Return d times the scales and dmin times the minima of Q4_K and Q5_K, [..., 8]: twelve bytes with 6 bits each."""
+    """Return d times the scales and dmin times the minima of Q4_K and Q5_K, [..., 8]: 12 bytes pack 6 bits each."""
     scales, minima, rest = b[..., 4:8], b[..., 8:12], b[..., 12:16]
     scales, minima = (
         joined((scales & 63, rest & 15 | scales >> 2 & 48)),
@@ -152,7 +152,7 @@ def _scales_and_signs(raw: Array) -> tuple[Array, Array]:
 
 
 def _interleaved(low: Array, high: Array) -> Array:
-    """Return bytes of which every second one comes from `high`."""
+    """Interleave two arrays along the last dimension, beginning with `low`."""
     return stack((low, high), -1).reshape(*low.shape[:-1], -1)
 
 

@@ -1,4 +1,4 @@
-"""The tables that decoding looks values up in; no torch.
+"""Lookup tables for decoding; no torch.
 
 Codebooks are packed: 2 bits per value for IQ2, 4 for IQ3.
 
@@ -137,8 +137,9 @@ def table(name: str) -> NDArray[Any]:
     """Return a table, fp32 [entries, width].
 
     Args:
-        name: a type with a codebook; "nl" or "e2m1" for 4-bit codes; "e8m0"; "signs" for the signs of eight values by
-            the bits of a byte; "even signs" for those by 7 bits, where the eighth makes the number of minus signs even.
+        name: a type with a codebook; "nl" or "e2m1" for 4-bit codes; "e8m0"; "signs" for the signs of eight values,
+            indexed by the bits of a byte; "even signs" for those indexed by 7 bits, where the eighth makes the number
+            of minus signs even.
     """
     if name in GRIDS:
         return _grid(name)

@@ -1,4 +1,4 @@
-"""The tensor types of GGUF: number, block layout, decoder and places of the block's scales.
+"""The tensor types of GGUF: number, block layout, decoder and offsets of the block's scales.
 
 Source: ggml.h (ggml_type) and ggml-common.h (the blocks).
 """
@@ -91,7 +91,7 @@ def row_bytes(name: str, columns: int) -> int:
 
 
 def decode(name: str, rows: Array) -> Array:
-    """Return the values of rows, uint8 [..., bytes] -> fp32 [..., columns], with the bits of ggml's. name: in DECODED.
+    """Return the values of rows, uint8 [..., bytes] -> fp32 [..., columns], bit-identical to ggml's. name: in DECODED.
 
     Rows are a NumPy array or a PyTorch tensor on any device; the result is of the same kind.
     """

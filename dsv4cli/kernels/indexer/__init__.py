@@ -60,9 +60,9 @@ def choose_entries(scores: torch.Tensor, k: int, entries: IndexEntries, window: 
 def best_entries(
     queries: IndexQueries, keys: IndexKeys, k: int, entries: IndexEntries, window: WindowList
 ) -> torch.Tensor:
-    """Return `choose_entries` of the scores of `index_scores`. Arguments and result as there.
+    """Run `index_scores`, then `choose_entries` on the scores, and return its result.
 
-    Triton requires the same as those. In addition, only queries and keys may be outputs of the previous launch: it may
-    still be running when everything else is read.
+    Triton has the requirements of both. In addition, only queries and keys may be outputs of the previous launch: it
+    may still be running when everything else is read.
     """
     return choose(queries.q, ref).best_entries(queries, keys, k, entries, window)

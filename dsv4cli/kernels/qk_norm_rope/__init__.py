@@ -35,7 +35,7 @@ def queries_keys_and_index(
     stored: KeyCells,
     first: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do the same, and apply rotate and, if rounded, hadamard and fp4_round to the indexer's queries.
+    """Run `queries_and_keys`, and apply rotate and, if rounded, hadamard and fp4_round to the indexer's queries.
 
     index_q: [R, Hi, D] in kv's dtype, with any row stride, for the R rows from `first` on; the other arguments as in
     queries_and_keys. Returns the results of queries_and_keys and the indexer's queries [R, Hi, D].

@@ -154,7 +154,10 @@ def e8m0(exponent: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_exponents(scale: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, int, int]:
-    """Return the int16 exponents of scales of rows x columns blocks, their minimum and maximum. Raises for NaN."""
+    """Return the int16 exponents of e8m0 scales, with their minimum and maximum. Raises for NaN.
+
+    rows, columns: the block of values that a scale belongs to, for the error message.
+    """
     byte = scale.view(torch.uint8)
     exponent = byte.to(torch.int16) - E8M0_BIAS
     if not byte.numel():

@@ -71,7 +71,7 @@ def widen(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = 
 
 
 def widen_slowly(weight: torch.Tensor, exponent: torch.Tensor, block: int, out: torch.Tensor) -> torch.Tensor:
-    """Do the same as `widen` through fp64, for scales of any size."""
+    """Compute the result of `widen` in fp64, for scales of any size."""
     values = (weight if weight.dtype == torch.float8_e4m3fn else unpack_e2m1(weight)).double()
     multiply_blocks(values, power_of_two(exponent, torch.float64), block)
     out.copy_(values)

@@ -42,7 +42,7 @@ class Layout:
         block: tokens per block.
         groups: by ratio, ceil(count / ratio) summed over chunks, or more: the last sequence gets the surplus after its
             own groups, and these are never complete.
-        entries: by ratio, the most entries of a sequence after the step, or more.
+        entries: by ratio, upper bound of the entries of a sequence after the step.
     """
 
     tokens: int

@@ -65,8 +65,8 @@ class DraftController:
     """Chooses the draft length for one engine.
 
     Args:
-        most: the most draft tokens per sequence.
-        rows: the most rows of a step with draft tokens.
+        most: maximum number of draft tokens per sequence.
+        rows: maximum number of rows of a step with draft tokens.
     """
 
     def __init__(self, most: int, rows: int = MAX_SLOTS) -> None:

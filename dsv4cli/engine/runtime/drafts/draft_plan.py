@@ -22,8 +22,8 @@ class DraftPlan:
 
     def __init__(self, drafter: Drafter, drafting: Drafting, rows: int) -> None:
         """Args:
-        drafting: the most draft tokens; None means the drafter's usual number.
-        rows: the most rows of a step with draft tokens.
+        drafting: maximum number of draft tokens; None means the drafter's usual number.
+        rows: maximum number of rows of a step with draft tokens.
         """
         bound = drafter.default if drafting.most is None else min(drafting.most, drafter.most)
         self.gate = AlwaysDraft(bound, rows) if drafting.always else DraftController(bound, rows)

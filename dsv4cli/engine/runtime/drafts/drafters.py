@@ -58,7 +58,7 @@ class Drafter(Protocol):
 
     @property
     def most(self) -> int:
-        """The most draft tokens in a step."""
+        """The maximum number of draft tokens in a step."""
 
     @property
     def default(self) -> int:
@@ -76,7 +76,7 @@ class Drafter(Protocol):
 
 
 def most_drafts(config: ModelConfig) -> int:
-    """Return the most draft tokens of a sequence in a step. DSpark is limited by its block."""
+    """Return the maximum number of draft tokens of a sequence in a step. DSpark is limited by its block."""
     return ROLLBACK - 1 if config.dspark is None else min(config.dspark.block_size, ROLLBACK - 1)
 
 

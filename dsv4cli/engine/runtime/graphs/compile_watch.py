@@ -63,8 +63,9 @@ _running: ContextVar[CompileWatch | None] = ContextVar("preparing", default=None
 
 
 class _Hook:
-    """Triton's process-wide hook before a kernel is looked up in its cache: calls the earlier hook and tells this
-    thread's step.
+    """Triton's process-wide hook, called before a kernel is looked up in its cache.
+
+    It reports to the watch of this thread's step, then calls the earlier hook.
     """
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
@@ -79,7 +80,7 @@ class _Hook:
 
 
 class _Listener:
-    """Triton's process-wide listener after a kernel was compiled or found in its cache. See `_Hook`."""
+    """Triton's process-wide listener, called after a kernel was compiled or found in its cache. See `_Hook`."""
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self._before = before
@@ -93,7 +94,7 @@ class _Listener:
 
 
 def _watch_compilers() -> None:
-    """Install both, once."""
+    """Install the hook and the listener, once."""
     from triton import knobs
 
     runtime, compilation = knobs.runtime, knobs.compilation

@@ -119,8 +119,9 @@ class CapturedPrefill:
         return self._run()
 
     def timed(self, vocabulary: int) -> float:
-        """Return the seconds of a full step, with different tokens so that many experts are used, in the padding
-        sequence.
+        """Return the time of a full step of the padding sequence, in seconds.
+
+        The tokens differ, so that many experts are used.
         """
         ids, seconds = [(7 * place + 1) % vocabulary for place in range(self._rows)], 0.0
         for _ in range(WARM + 1):

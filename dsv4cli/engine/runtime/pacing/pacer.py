@@ -52,8 +52,8 @@ class Pacer:
         """Args:
         policy: the target and the limits.
         captured: seconds of captured chunks by rows; more may be added later.
-        shared_rows: the most rows of a step that requests share without changing each other's bits; None: any.
-        sequences: the most sequences of a prefill step.
+        shared_rows: maximum number of rows of a step that requests share without changing each other's bits; None: any.
+        sequences: maximum number of sequences of a prefill step.
         """
         self._policy, self._shared_rows, self._sequences = policy, shared_rows, sequences
         self.times = StepTimes(policy, {} if captured is None else captured)

@@ -31,9 +31,9 @@ def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> list[
 def start_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, count: int, more: torch.Tensor | None
 ) -> Callable[[], tuple[list[TokenLogprobs], list[list[float]]]]:
-    """Start the same together with other numbers on the device, fp64 [B, n]; return a function that waits for both.
+    """Start `logprobs_of`, and return a function that waits for its result and for the numbers in `more`.
 
-    What is launched in between is not waited for.
+    more: fp64 [B, n] on the device, copied along; None for none. The function does not wait for later launches.
     """
     total = logsumexp(logits)[:, None]
     # fp64 holds all of it exactly

@@ -53,7 +53,7 @@ class HostTier:
     """
 
     def __init__(self, cache: Cache, nbytes: int) -> None:
-        """nbytes: the most memory to use."""
+        """Allocate the pages of the tier. nbytes: maximum number of bytes to use."""
         self.unpinned: NotEnoughMemory | None = None
         self._cache = cache
         self._block = cache.block_bytes

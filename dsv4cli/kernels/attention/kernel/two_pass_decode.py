@@ -25,13 +25,13 @@ PROGRAMS = 528
 
 @dataclass(frozen=True)
 class TwoPassTiles:
-    """What programs hold.
+    """Tile sizes and warps of the two launches.
 
     Attributes:
-        heads: heads of a program.
-        columns: columns of a group.
+        heads: heads per program.
+        columns: columns per group.
         score_warps: warps of the first launch.
-        groups, dims, warps: groups at a time, dims and warps of the second launch.
+        groups, dims, warps: groups at a time, dims per program, and warps of the second launch.
     """
 
     heads: int

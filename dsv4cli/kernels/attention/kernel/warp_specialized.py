@@ -121,7 +121,7 @@ def _gather(
 
 @gluon.jit
 def _end(ends, filled, freed, turn):
-    """Return the end of the list of this turn's token."""
+    """Return the end of the row list of the token that is computed in this turn."""
     await_filled(filled, turn)
     end = gl.max(ends.index(turn % ends.shape[0]).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     tell(freed, turn)

@@ -122,7 +122,10 @@ def fp4_rows(w, scale, row, part, K: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def fp8_rows(w, scale, first, part, K: tl.constexpr, ROWS: tl.constexpr, WARPS: tl.constexpr):
-    """Do the same for rows first .. first + ROWS - 1 of one matrix, within a block of 128, for steps of 64 columns."""
+    """Return the pointers of `fp4_rows` for FP8 rows first .. first + ROWS - 1 of one matrix, in steps of 64 columns.
+
+    The rows are in one block of 128.
+    """
     words = w + (first + row_numbers(ROWS, WARPS)).to(tl.int64) * (K // 4) + part // 4
     scales = scale + first // 128 * (K // 128) + tl.reshape(part, (WARPS,)) // 128
     return words[:, :, :, None] + tl.arange(0, 16)[None, None, None], scales

@@ -1,6 +1,6 @@
-"""Selects the experts for `fp8_wgmma`, which needs Gluon and is imported only when used, and launches them.
+"""Decides when `fp8_wgmma` computes experts, and launches it. It needs Gluon and is imported only when used.
 
-Launches of few tokens: inputs are rounded and pairs sorted in one, then w1 and w3, w2, and the sum over experts.
+Few tokens take four launches: rounding inputs and sorting pairs, w1 and w3, w2, and the sum over experts.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -41,10 +41,10 @@ class ChunkedPairs(NamedTuple):
     """A call's pairs, cut into chunks, and what `fp8_inputs` prepares for them.
 
     Attributes:
-        tokens: most pairs in a chunk.
+        tokens: maximum number of pairs in a chunk.
         own: tokens of the shared expert, whose chunks come first, or 0.
         place: int32 [pairs], the position of each pair, by expert.
-        words, count: int64 [..] and int32 [1]: chunks of routed experts, and how many there are.
+        words, count: int64 [..] and int32 [1]: chunks of routed experts, and their number.
         inputs, scales, factors, counters, turns: see the parameters of `fp8_inputs.prepare`.
     """
 
@@ -63,7 +63,7 @@ class ChunkedPairs(NamedTuple):
 def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, round_inputs: bool) -> bool:
     """Return whether `fp8_wgmma` supports these weights and inputs x [T, D], and is the fastest for them.
 
-    Its sums are not those of a single token: inside `exact_rows` it does not suit. pairs: the number of pairs.
+    Its sums differ from those of a single token, so this is False inside `exact_rows`. pairs: the number of pairs.
     """
     if not round_inputs or len(x) < LEAST or planned_rows(len(x), 1) == 1 or pairs >= MOST * weights.count:
         return False
@@ -74,7 +74,7 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, round_inputs: b
 
 
 def suits_shared(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights") -> bool:
-    """Return whether `fp8_wgmma` can compute this shared expert with routed experts that it suits, and is the fastest.
+    """Return whether `fp8_wgmma` can compute this shared expert along with the routed experts, and is the fastest.
 
     Its weights are read once for each chunk of x [T, D].
     """
@@ -97,14 +97,14 @@ def _are_described(weights: "ExpertWeights") -> bool:
 
 
 def chunk(pairs: int, experts: int) -> int:
-    """Return the pairs of a chunk for this many pairs and experts."""
+    """Return the maximum number of pairs in a chunk, for a number of pairs and experts."""
     return NARROW if pairs <= SHORT * experts else WIDE
 
 
 def buffers(width: int, tokens: int) -> tuple[int, int, int]:
-    """Return stages of weights, buffers of inputs, and parts of a stage whose products overlap those of others.
+    """Return the number of weight stages, of input buffers, and of parts of a stage whose products may overlap others.
 
-    width: of the inputs; tokens: of a chunk.
+    width: columns of the inputs; tokens: pairs in a chunk.
     """
     inputs = 2 if SLOTS * STAGE + 2 * width * tokens + REST <= HOPPER_SHARED else 1
     slots = (HOPPER_SHARED - REST - inputs * width * tokens) // STAGE
@@ -142,7 +142,7 @@ def mixture(
 
 
 def _work(x: torch.Tensor, weights: "ExpertWeights", pairs: int, shared: bool) -> ChunkedPairs:
-    """Return memory for the inputs of a call."""
+    """Allocate buffers for a call's pairs and inputs."""
     tokens, own = chunk(pairs, weights.count), len(x) if shared else 0
     (width, inner), most = (x.shape[1], weights.w1.weight.shape[1]), min(pairs, pairs // tokens + weights.count)
     every = most + cdiv(own, tokens)
@@ -232,7 +232,7 @@ def _routed(matrix: StoredMatrix) -> "tuple[TensorDescriptor, TensorDescriptor]"
 
 
 def _own(first: StoredMatrix, second: StoredMatrix) -> "tuple[TensorDescriptor | torch.Tensor, ...]":
-    """Return codes and scales of the shared expert's matrices, as bytes; without one, of others, which are not read."""
+    """Return the codes and scales of two matrices as bytes: the shared expert's, or placeholders that are not read."""
     from dsv4cli.kernels.gluon_launch import gluon_described
 
     codes = [gluon_described(one.weight.view(torch.int8).flatten(0, -2), (64, 128)) for one in (first, second)]

@@ -1,4 +1,4 @@
-"""Inputs of `fp8_wgmma`: rounded to e4m3 with one scale for 128 columns, in the column order of the codes, by chunk.
+"""Inputs of `fp8_wgmma`: rounded to e4m3 with one scale per 128 columns, in the column order of the codes, by chunk.
 
 `prepare` also sorts the pairs of few tokens by expert; `arrange` takes pairs that `sort_by_expert` has sorted.
 """
@@ -17,7 +17,7 @@ COLUMNS = 512
 
 @triton.jit
 def place(column, TOKENS: tl.constexpr, FP4: tl.constexpr):
-    """Return the byte of a column, below 128, for a chunk's first token: in [block of 32, token, byte].
+    """Return the byte offset of a column (below 128) of a chunk's first token, in the order [block of 32, token, byte].
 
     With FP4 weights, columns 8 t + 2 i and 8 t + 2 i + 1 of a block are the low and the high code of byte i of word t,
     and the low codes of all four words come first.
@@ -45,7 +45,7 @@ def _rounded(x, place, inside, FP4: tl.constexpr):
 
 @triton.jit
 def _store(codes, scale, inputs, scales, chunk, slot, first, inside, K: tl.constexpr, TOKENS: tl.constexpr):
-    """Store the rounded blocks of a token, from block `first` on, as those of a chunk's slot."""
+    """Store the rounded blocks of a token, from block `first` on, in a slot of a chunk."""
     block = first + tl.arange(0, codes.shape[0])
     byte = tl.arange(0, 128)
     to = chunk.to(tl.int64) * (K * TOKENS) + slot * 32 + block * (128 * TOKENS)
@@ -58,8 +58,8 @@ def _store(codes, scale, inputs, scales, chunk, slot, first, inside, K: tl.const
 def _sorted(experts, mine, pairs, PAIRS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr):
     """Sort pairs by expert and cut chunks of up to TOKENS.
 
-    Returns for the pairs `mine`: expert, position, chunk, rank and number among the pairs of its expert; then the
-    number of chunks.
+    Returns for the pairs `mine`: expert, position, chunk, rank among the pairs of its expert, and their number;
+    then the number of chunks.
     """
     pair = tl.arange(0, PAIRS)
     every = tl.load(experts + pair, pair < pairs, other=0).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Layouts for `fp8_wgmma`: how threads hold codes, scales, products and inner values, and how shared memory does."""
+"""Layouts for `fp8_wgmma`: codes, scales, products and inner values in registers, and buffers in shared memory."""
 
 from triton import constexpr_function
 from triton.experimental.gluon import language as gl
@@ -28,7 +28,7 @@ SCALES = gl.constexpr(
 
 @constexpr_function
 def held(tokens):
-    """Return the layout in which eight warps hold products [128, tokens]."""
+    """Return the layout of products [128, tokens] in the registers of eight warps."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, tokens, 32])
 
 

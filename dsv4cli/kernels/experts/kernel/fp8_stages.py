@@ -3,7 +3,7 @@
 In the tensor core's left operand, lane [g, t] of a warp holds bytes 4 t to 4 t + 3 and 16 + 4 t to 19 + 4 t of rows g
 and g + 8. With FP4 it takes them from word t of the block: first the four low codes, then the four high ones.
 `fp8_inputs.place` orders the inputs likewise. Row g + 8 of a warp is a row of w3 if g is one of w1, so that a gate and
-its value meet in one thread.
+its value are in the same thread.
 """
 
 from triton.experimental import gluon
@@ -32,7 +32,10 @@ or.b32 $1, t, u; }""")
 
 @gluon.jit
 def _eighths(codes):
-    """Split codes [64, 128] by their 16 bytes: eight of [warp, g, t, byte]; of FP4 each is a block of 32 columns."""
+    """Split codes [64, 128] into eight parts of 16 bytes per row, each [warp, g, t, byte].
+
+    With FP4, a part is a block of 32 columns.
+    """
     x = gl.permute(gl.reshape(codes, [8, 8, 2, 2, 2, 4, 4]), (0, 1, 5, 6, 2, 3, 4))
     even, odd = gl.split(x)
     zero, two = gl.split(even)
@@ -46,7 +49,7 @@ def _eighths(codes):
 
 @gluon.jit
 def _left(low, high, other_low, other_high, dtype: gl.constexpr, TOKENS: gl.constexpr):
-    """Return a left operand [128, 32]: its lower and upper 16 columns, of rows g and of rows g + 8."""
+    """Return a left operand [128, 32] from its lower and upper 16 columns, separately for rows g and rows g + 8."""
     both = gl.join(gl.join(low, other_low), gl.join(high, other_high))
     x = gl.reshape(gl.permute(both, (0, 4, 1, 5, 2, 3)), [ROWS, 32])
     return gl.convert_layout(x, operand(TOKENS)).to(dtype, bitcast=True)
@@ -54,7 +57,7 @@ def _left(low, high, other_low, other_high, dtype: gl.constexpr, TOKENS: gl.cons
 
 @gluon.jit
 def _product(left, given, number, TOKENS: gl.constexpr):
-    """Start the product of a left operand and inputs [TOKENS, 32] of this number."""
+    """Start the product of a left operand and block `number` of the inputs, [TOKENS, 32]."""
     zero = gl.full([ROWS, TOKENS], 0.0, gl.float32, held(TOKENS))
     right = given.index(number).permute((1, 0))
     return warpgroup_mma(left, right, zero, use_acc=False, max_num_imprecise_acc=32, is_async=True)
@@ -83,7 +86,7 @@ def _scaled(products, words, J: gl.constexpr):
 
 @gluon.jit
 def _ended(done, PART: gl.constexpr, PENDING: gl.constexpr):
-    """Return a part's four products. PENDING: parts whose products may still be running."""
+    """Wait for a part's four products and return them. PENDING: number of later parts that may still be running."""
     return warpgroup_mma_wait(
         PENDING * 4, deps=[done[PART * 4], done[PART * 4 + 1], done[PART * 4 + 2], done[PART * 4 + 3]]
     )
@@ -91,7 +94,7 @@ def _ended(done, PART: gl.constexpr, PENDING: gl.constexpr):
 
 @gluon.jit
 def _added(sums, done, words, factors, PART: gl.constexpr, PENDING: gl.constexpr):
-    """Add a part's products times their scales."""
+    """Return the sums plus a part's products times their scales."""
     zero, one, two, three = _ended(done, PART, PENDING)
     total = _scaled(zero, words[PART], 0) + _scaled(one, words[PART], 1)
     total += _scaled(two, words[PART], 2) + _scaled(three, words[PART], 3)
@@ -108,7 +111,11 @@ def _decoded(codes, number):
 
 @gluon.jit
 def _routed_stage(sums, codes, scales, freed, given, begin, factors, number, LAG: gl.constexpr):
-    """Add the products of a stage of FP4. begin: of its inputs; factors: of inputs by part; LAG: parts under way."""
+    """Return the sums plus the products of an FP4 stage.
+
+    begin: the stage's first block in `given`; factors: the inputs' scales, by part; LAG: number of parts whose products
+    may still be running.
+    """
     TOKENS: gl.constexpr = sums.shape[1]
     at = number % freed.shape[0]
     words = _words_of_rows(scales, at, TOKENS)
@@ -132,7 +139,7 @@ def _routed_stage(sums, codes, scales, freed, given, begin, factors, number, LAG
 
 @gluon.jit
 def _shared_stage(sums, codes, freed, given, begin, factors, weight_factors, number):
-    """Add the products of a stage of FP8. weight_factors: of each of its two parts, for each row."""
+    """Return the sums plus the products of an FP8 stage. weight_factors: scales of each row, for both parts."""
     TOKENS: gl.constexpr = sums.shape[1]
     at = number % freed.shape[0]
     done = ()
@@ -154,7 +161,7 @@ def _shared_stage(sums, codes, freed, given, begin, factors, weight_factors, num
 
 @gluon.jit
 def _scale_of(first, second, place, line):
-    """Return the scale of 128 columns of the shared expert for each row: fp32 [ROWS]."""
+    """Return each row's scale of 128 columns of the shared expert: fp32 [ROWS]."""
     one, two = gl.load(first + place).to(gl.int32), gl.load(second + place).to(gl.int32)
     return (gl.where(line % 16 < 8, one, two) << 23).to(gl.float32, bitcast=True)
 
@@ -164,12 +171,12 @@ def unit_sums(
     is_own, row, number, begin, scale, stages, given, own_scales, line,
     K: gl.constexpr, SHARED: gl.constexpr, LAG: gl.constexpr,
 ):  # fmt: skip
-    """Return a unit's sums [ROWS, TOKENS], and the number of the stage behind its last.
+    """Return a unit's sums [ROWS, TOKENS], and the number of the stage after its last one.
 
     Args:
-        row: its first row of weights.
-        number: of its first stage.
-        begin: of its inputs in `given`.
+        row: the unit's first row of weights.
+        number: the number of its first stage.
+        begin: the first block of its inputs in `given`.
         scale: pointers to the inputs' scales of the first 128 columns, for each token.
     """
     codes, scales, _units, filled, freed = stages

@@ -1,10 +1,11 @@
-"""Experts of a few tokens each on Hopper's FP8 tensor cores: codes of FP4 become e5m2, inputs are e4m3.
+"""Experts with a few tokens each on Hopper's FP8 tensor cores: codes of FP4 become e5m2, inputs are e4m3.
 
 A program is persistent. A unit is a chunk of up to TOKENS pairs of one expert, and 128 rows of weights: 64 of w1 and 64
-of w3, or 128 of w2. One warp brings stages of 512 columns by TMA, as they are stored. Eight warps decode 16 rows each
-in registers, 7 instructions for 8 codes, and multiply each block of 32 columns into fresh sums, which take the block's
-scale in fp32. A third partition, one warp, rounds the results of w1 and w3 for w2 as soon as 128 inner values are
-stored. Sums do not depend on the other tokens of a chunk, nor on the number of columns of the product.
+of w3, or 128 of w2. One warp loads stages of 512 columns by TMA, in their stored form. Eight warps decode 16 rows
+each in registers, 7 instructions for 8 codes, and multiply each block of 32 columns into a new accumulator, which is
+multiplied by the block's scale in fp32. A third partition, one warp, rounds the results of w1 and w3 for w2 as soon as
+128 inner values are stored. Sums depend neither on the other tokens of a chunk nor on the number of columns of the
+product.
 
 The shared expert's units come first: e4m3 weights need no decoding, and their stages have 256 columns.
 """
@@ -34,10 +35,10 @@ FLOOR, LARGEST = gl.constexpr(FP8_AMAX_FLOOR), gl.constexpr(E4M3_MAX)
 
 @gluon.jit
 def _batch(number, total, programs):
-    """Return the first unit of a batch and the one behind its last.
+    """Return the first unit of a batch and its end (exclusive).
 
-    The first batches, one for each program, are three quarters of all units in equal parts, so that inputs stay in
-    shared memory; the next ones half of the rest, and so on down to single units.
+    The first batches, one per program, divide three quarters of all units equally, so that inputs stay in shared
+    memory. The next ones divide half of the rest, and so on down to single units.
     """
     begin, size = 0, gl.maximum(total * 3 // 4 // programs, 1)
     for _ in range(number // programs):
@@ -51,7 +52,8 @@ def _batch(number, total, programs):
 def _chunk(chunks, number, TOKENS: gl.constexpr):
     """Return whether a chunk is the shared expert's, the expert's row in the stacks, the first position, and the size.
 
-    chunks: words of routed experts' chunks; pairs; tokens of the shared expert, whose chunks come first.
+    chunks: the words of routed experts' chunks, the number of pairs, and the number of tokens of the shared expert,
+    whose chunks come first.
     """
     words, pairs, own = chunks
     shared = (own + TOKENS - 1) // TOKENS
@@ -65,7 +67,7 @@ def _chunk(chunks, number, TOKENS: gl.constexpr):
 
 @gluon.jit
 def _bring_codes(first, second, row, later, column, at, codes, barrier):
-    """Bring 256 bytes of HALF rows of both matrices: the second's are `later` rows further on."""
+    """Load 256 bytes of HALF rows of both matrices. The rows of the second begin at `row + later`."""
     tma.async_copy_global_to_shared(first, [row, column], barrier, codes.index(at * 4))
     tma.async_copy_global_to_shared(second, [row + later, column], barrier, codes.index(at * 4 + 1))
     tma.async_copy_global_to_shared(first, [row, column + TILE], barrier, codes.index(at * 4 + 2))
@@ -74,7 +76,7 @@ def _bring_codes(first, second, row, later, column, at, codes, barrier):
 
 @gluon.jit
 def _bring_inputs(inputs, chunk, number, given, input_filled, input_freed):
-    """Bring a chunk's inputs to the next buffer."""
+    """Load a chunk's inputs into the next buffer."""
     buffers: gl.constexpr = input_filled.shape[0]
     parts: gl.constexpr = given.shape[0] // buffers
     await_freed(input_freed, number)
@@ -89,17 +91,17 @@ def _bring_inputs(inputs, chunk, number, given, input_filled, input_freed):
 
 @gluon.jit
 def _wait_once(before, BOTH: gl.constexpr, OVERLAP: gl.constexpr):
-    """Wait for the inputs of w2 if no chunk was there before."""
+    """Wait for the inputs of w2, before a program's first chunk only."""
     if before < 0 and not BOTH:
         wait_for_inputs(OVERLAP)
 
 
 @gluon.jit
 def _late(is_first, BUFFERS: gl.constexpr, LATE: gl.constexpr, BOTH: gl.constexpr):
-    """Return the step of a unit that brings a new chunk's inputs.
+    """Return the step of a unit in which a new chunk's inputs are loaded.
 
-    They come behind the stages that fit: those of w2, which are not there yet, and if there is one buffer, which must
-    have been used up.
+    Normally the first step. It is the last one whose stage fits in shared memory if loading would wait: for w2's first
+    inputs, which may not exist yet, and for a single buffer, which may still be in use.
     """
     late = 0
     if is_first:
@@ -115,7 +117,10 @@ def _bring(
     N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Take batches of units in turn, and bring their weights and inputs; w2's first weights before its inputs exist."""
+    """Take batches of units in turn, and load their weights and inputs.
+
+    The first weights of w2 are loaded before its inputs exist.
+    """
     first, first_scale, second, second_scale = routed
     codes, scales, units, filled, freed = stages
     given, input_filled, input_freed = of_inputs
@@ -170,7 +175,7 @@ def _multiply(
     N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
     LAG: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Multiply the units that `_bring` takes, and store bf16 results by position."""
+    """Multiply the units that `_bring` loads, and store bf16 results by position."""
     _codes, _scales, units, filled, _freed = stages
     buffers, input_filled, input_freed = of_inputs
     BUFFERS: gl.constexpr = input_filled.shape[0]
@@ -225,7 +230,7 @@ def _multiply(
 
 @gluon.jit
 def _round_block(inner, chunks, inputs, input_scales, block, N: gl.constexpr, TOKENS: gl.constexpr):
-    """Round a block of 128 inner values of a chunk's pairs. block: its number among all chunks' blocks."""
+    """Round a block of 128 inner values of a chunk's pairs. block: its index among the blocks of all chunks."""
     slot = gl.arange(0, 8, layout=gl.SliceLayout(1, INNER))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, INNER))
     is_own, _expert, position, size = _chunk(chunks, block // (N // BLOCK), TOKENS)
@@ -251,7 +256,7 @@ def _round(
     inner, chunks, inputs, input_scales, counters, tickets, stored, read, N: gl.constexpr, TOKENS: gl.constexpr,
     BOTH: gl.constexpr,
 ):  # fmt: skip
-    """Round each block of 128 inner values, once both of its units are stored, to w2's inputs; nothing for w2."""
+    """Round blocks of 128 inner values to w2's inputs, each once both of its units are stored. Idle for w2."""
     if BOTH:
         ended = 0
         await_filled(stored, 0)

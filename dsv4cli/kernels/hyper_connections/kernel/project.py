@@ -56,7 +56,7 @@ def load_weights(
 
 @triton.jit
 def load_shares(post, comb, token, count, N: tl.constexpr):
-    """Load post and comb of the tokens [TOKENS, 1], each number as [TOKENS, 1]."""
+    """Load post and comb of tokens [TOKENS, 1], as tuples of N and N * N tensors [TOKENS, 1]."""
     posts, combs = (), ()
     for k in tl.static_range(N):
         posts += (tl.load(post + token * N + k, token < count, other=0.0),)

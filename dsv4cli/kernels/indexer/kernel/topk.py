@@ -152,7 +152,7 @@ def _choose_of_few(
 
 
 def _parts(rows: int) -> tuple[int, int, int]:
-    """Return the programs per row, the most visible entries to rank, and the programs that search longer rows.
+    """Return the programs per row, the maximum visible entries to rank, and the programs that search longer rows.
 
     H200, one row: 1,024 visible 2.2 us (64 programs 3.7, searched by 32 5.4), 8,192 4.2 (16 search: 4.7). Four rows 6.1
     and 4.7 (64 programs of which 16 search 4.2 and 6.8), eight 7.3 and 5.3 (32 programs 6.8 and 6.6).
