@@ -149,7 +149,10 @@ class Conversation:
         return self.unread > 1 and on_cpu and self.offload is None and self.model.world.size == 1
 
     def tokens(self, messages: Sequence[Message]) -> int:
-        """Return the number of tokens of the prompt for these messages; if they end with an answer, of the messages."""
+        """Return the number of tokens of the prompt for these messages.
+
+        If the last message is an answer, return the number of tokens of the conversation so far.
+        """
         answered = bool(messages) and messages[-1]["role"] == "assistant"
         return len((self.dialogue.transcript if answered else self.dialogue.prompt)(messages).ids)
 

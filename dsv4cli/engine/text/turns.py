@@ -93,7 +93,7 @@ def without_developers(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def render(turns: Sequence[Turn], *, thinking: bool, keep: bool) -> list[str]:
-    """Return the parts of the turns that are `written`.
+    """Return the parts of the turns that the model has yet to process (`written`).
 
     Args:
         keep: keep the reasoning from before the last question.

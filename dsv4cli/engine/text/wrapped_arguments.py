@@ -46,7 +46,7 @@ def unwrapped(call: ToolCall, declared: Declared) -> ToolCall:
 
 
 def _parsed(value: object) -> object:
-    """Return a value, or the JSON value of a text."""
+    """Return a value. A string is parsed as JSON, and becomes None if that fails."""
     if not isinstance(value, str):
         return value
     try:

@@ -71,10 +71,11 @@ def differences(one: Recording, other: Recording, *, fed: bool) -> Iterator[Stag
 
 
 def rounding_of(one: TraceManifest, other: TraceManifest, stage: str, half_step: float) -> float:
-    """Return the relative change of a stage's rows by one more rounding.
+    """Return the relative change of a stage's rows that one additional rounding causes.
 
-    Errors of up to half a step have a root mean square of 1/√3 of it. An fp32 value computed from rounded values moves
-    by the share of one of them, rounded the other way, in a sum of `hidden`; or as sums in a different order do.
+    Errors of up to half a step have a root mean square of 1/√3 of it. An fp32 value is computed from a
+    sum of `hidden` rounded values: it changes if one of them is rounded the other way, or if they are added in another
+    order.
 
     Args:
         half_step: half a step of the coarser format, relative; 0 for fp32.

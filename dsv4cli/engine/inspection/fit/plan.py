@@ -152,7 +152,11 @@ def _shares(model: SharedModel, machine: Machine, context: int, batch: int) -> I
 
 
 def _best(shares: Sequence[Share]) -> Share | None:
-    """Return the fewest GPUs that hold the model, else the most GPUs with experts in host memory, else the CPU."""
+    """Return the best share that fits; None if none does.
+
+    The best one is the fewest GPUs that hold the model, otherwise the largest number of GPUs with experts in host
+    memory, otherwise the CPU.
+    """
     return next(iter(_fitting(shares)), None)
 
 
@@ -179,7 +183,7 @@ def _layers(model: SharedModel, device: Device, context: int) -> int:
 
 
 def _more_host(model: SharedModel, shares: Sequence[Share], context: int, batch: int) -> tuple[Share | None, int]:
-    """Return how the most GPUs could run the model with more free host memory, and the bytes of it that this needs."""
+    """Return how the largest number of GPUs could run the model with more free host memory, and the bytes needed."""
     gpus = [share for share in shares if share.on_gpu]
     if not gpus:
         return None, 0

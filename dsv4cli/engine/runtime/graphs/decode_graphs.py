@@ -45,9 +45,11 @@ class GraphRunner:
     """Runs decode steps of the sequences of one cache, which needs a spare slot. Without a GPU it uses no graphs."""
 
     def __init__(self, model: Transformer, cache: Cache, tokens: int, workspace: Workspace | None = None) -> None:
-        """Args:
-        tokens: the longest sequence, its next token included.
-        workspace: the engine's workspace.
+        """Create a runner without captured steps.
+
+        Args:
+            tokens: maximum length of a sequence, including its next token.
+            workspace: the engine's workspace.
         """
         self.model = model
         self.cache = cache
@@ -75,9 +77,8 @@ class GraphRunner:
         """Return the step for these sequences, with its inputs filled in. Reserves their blocks; lengths do not change.
 
         Args:
-            work: up to MAX_SLOTS sequences and their next tokens, up to ROLLBACK each. Every sequence gets as many rows
-                as
-                the longest or more; rows after its tokens mean nothing.
+            work: up to MAX_SLOTS sequences and their next tokens, up to ROLLBACK each. All sequences get the same
+                number of rows, at least that of the longest; rows after a sequence's tokens have no meaning.
             on_preparing: called if the step must be captured first.
 
         Raises NotEnoughMemory.
@@ -180,7 +181,7 @@ class CapturedStep:
     """A step of `rows` tokens for each of `size` sequences, with its inputs on the host and on the device.
 
     Attributes:
-        held: what it computed last.
+        held: the output of its last run.
     """
 
     run: Callable[[], StepOutput]
@@ -237,9 +238,10 @@ class CapturedStep:
         return changed
 
     def _fill_routed(self, counts: list[int]) -> bool:
-        """Fill which row each unused row copies its experts from, and return whether that changed.
+        """Set, for each row, the row whose experts it uses, and return whether that changed.
 
-        Rows after a sequence's tokens copy its last token; rows of no sequence copy the others.
+        Unused rows copy the experts of other rows: those after a sequence's tokens copy its last token, and rows
+        without a sequence copy the other rows.
         """
         if counts == self._counts:
             return False

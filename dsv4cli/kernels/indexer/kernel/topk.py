@@ -202,7 +202,10 @@ def _launch(
 
 
 def _groups(k: int, warps: int) -> int:
-    """Return the groups of each thread's scores, at least k in total; 0 if a thread has too few scores."""
+    """Return the number of groups that each thread's scores are divided into; 0 if a thread has too few scores.
+
+    All threads together have at least k groups.
+    """
     groups = cdiv(next_power_of_2(k), 32 * warps)
     return groups if groups <= 8 else 0
 

@@ -93,9 +93,10 @@ def add_mass(bins, key, known, first, LEVEL: tl.constexpr):
 
 @triton.jit
 def lowest_bin(mass, found, row, count, limit, first, LEVEL: tl.constexpr):
-    """Return the known digits of the smallest probability's key after a level, and the sum of all above that prefix.
+    """Find the next digit of the smallest key in the nucleus. Return its known digits and the sum above them.
 
-    first: whether this program stores the result.
+    The sum is that of all probabilities whose keys have higher leading digits. first: whether this program stores the
+    result.
     """
     prefix, above = tl.full([], 0, tl.int32), tl.full([], 0, tl.int64)
     if LEVEL > 1:
