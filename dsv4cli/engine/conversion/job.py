@@ -275,10 +275,7 @@ def job_of(plan: Mapping[str, Any], times: Times) -> str:
 def whole_copies(
     matrices: Mapping[str, Mapping[Role, TensorSpec]], naming: Naming, is_here: Callable[[str], bool]
 ) -> dict[str, list[int]]:
-    """Return the matrices that are stored completely here, each with the numbers of its complete copies.
-
-    A sharded matrix has one copy, a replicated one has a copy per rank.
-    """
+    """Return the complete copies of each matrix here, by number: of a sharded one at most 1, otherwise 1 per rank."""
     found: dict[str, list[int]] = {}
     for matrix, roles in matrices.items():
         locations = [naming.locations(spec) for spec in roles.values()]
