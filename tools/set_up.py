@@ -94,7 +94,7 @@ def install(folder: Path, report: Report, what: Iterable[str] = WHAT) -> int:
 def main(folder: Path = Path(".venv"), write: Callable[[str], object] = sys.stderr.write) -> int:
     """Set up the venv and return the exit status."""
     report = Report(write)
-    write('Setting up .venv, once; PyTorch takes minutes and gigabytes (see docs/guides/install.md)\n')
+    write("Setting up .venv, once; PyTorch takes minutes and gigabytes (see docs/guides/install.md)\n")
     threading.Thread(target=report.breathe, daemon=True).start()
     try:
         report.begin("making an empty environment, asking the package index")
