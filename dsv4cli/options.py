@@ -92,34 +92,34 @@ TemperatureOpt = Annotated[
 TopPOpt = Annotated[
     float | None,
     typer.Option(
-        help="Sample from the most likely tokens that together reach this probability. Defaults to the "
+        help="Sample only from the most likely tokens whose probabilities add up to this value. Defaults to the "
         "model's own value, or 1."
     ),
 ]
 TopKOpt = Annotated[
-    int | None, typer.Option(help="Sample from this many of the most likely tokens; 0 for all, the default.")
+    int | None,
+    typer.Option(help="Sample only from this number of most likely tokens; 0 (the default) sets no limit."),
 ]
 MinPOpt = Annotated[
     float | None,
     typer.Option(
-        help="Sample from tokens at least this many times as likely as the most likely one; 0 for all, the default."
+        help="Sample only from tokens whose probability is at least this fraction of the most likely token's; 0 (the "
+        "default) sets no minimum."
     ),
 ]
 PresencePenaltyOpt = Annotated[
     float | None,
-    typer.Option(help="Subtract this from the logit of every token that the answer already has; -2 to 2, default 0."),
+    typer.Option(help="Subtract this from the logit of every token already in the answer; -2 to 2, default 0."),
 ]
 FrequencyPenaltyOpt = Annotated[
     float | None,
-    typer.Option(
-        help="Subtract this from a token's logit for each time that the answer already has it; -2 to 2, default 0."
-    ),
+    typer.Option(help="Subtract this from a token's logit once for each occurrence in the answer; -2 to 2, default 0."),
 ]
 RepetitionPenaltyOpt = Annotated[
     float | None,
     typer.Option(
-        help="Make tokens of the prompt and the answer less likely: divide their logit by this if it is positive, else "
-        "multiply it; 0.01 to 100, default 1."
+        help="Make tokens that appear in the prompt or the answer less likely: positive logits are divided by this, "
+        "negative ones multiplied; 0.01 to 100, default 1."
     ),
 ]
 SeedOpt = Annotated[
@@ -133,7 +133,7 @@ PrefillChunkOpt = Annotated[
     int | None,
     typer.Option(
         help="Maximum number of prompt tokens per prefill step. Larger chunks are faster and need more "
-        "memory; 1 computes the prompt as decoding does. Defaults to 512 on a CPU. On a GPU, defaults "
+        "memory; 1 computes the prompt like decode steps. Defaults to 512 on a CPU. On a GPU, defaults "
         "to 8192 if that fits in memory together with all weights, otherwise to 4096 or less."
     ),
 ]

@@ -18,8 +18,8 @@ AnswerUrlOpt = Annotated[
     typer.Option(
         "--url",
         metavar="URL",
-        help="Let a server answer that speaks the OpenAI API, such as dsv4 serve, instead of loading a model. "
-        "--model selects one of its models.",
+        help="Use a server with an OpenAI-compatible API, such as dsv4 serve, instead of loading a model. "
+        "--model selects one of the server's models.",
     ),
 ]
 AnswerKeyOpt = Annotated[
@@ -27,7 +27,7 @@ AnswerKeyOpt = Annotated[
     typer.Option("--api-key-file", metavar="FILE", help="File with the API key for --url on its first line."),
 ]
 AnswerConcurrencyOpt = Annotated[
-    int, typer.Option("--concurrency", min=1, max=1024, help="With --url: maximum number of requests at a time.")
+    int, typer.Option("--concurrency", min=1, max=1024, help="With --url: maximum number of concurrent requests.")
 ]
 # requests at a time: enough to fill a batch of a server on one GPU, few enough for a provider's rate limit
 CONCURRENCY = 8

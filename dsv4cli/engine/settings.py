@@ -79,10 +79,10 @@ class Sampling:
     def __post_init__(self) -> None:
         warm = math.isfinite(self.temperature) and self.temperature >= MIN_TEMPERATURE
         greedy = self.temperature == 0
-        remedy = f"use 0 for the likeliest token, or at least {MIN_TEMPERATURE:f}"
+        remedy = f"use 0 for the most likely token, or at least {MIN_TEMPERATURE:f}"
         require(greedy or warm, "--temperature", self.temperature, remedy)
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "use a number above 0 and up to 1")
-        require(self.top_k >= 0, "--top-k", self.top_k, "use a whole number from 1, or 0 for all tokens")
+        require(self.top_k >= 0, "--top-k", self.top_k, "use a positive whole number, or 0 for no limit")
         require(0 <= self.min_p <= 1, "--min-p", self.min_p, "use a number from 0 to 1")
         remedy = f"use a number from -{MOST_PENALTY:g} to {MOST_PENALTY:g}"
         for name in ("presence", "frequency"):
@@ -162,7 +162,7 @@ class Limits:
             "use at least 1",
         )
         require(self.logprobs >= 0, "--logprobs", self.logprobs, "use a number from 0 to the size of the vocabulary")
-        require(all(self.stops), "--stop", "an empty text", "give the text that ends an answer")
+        require(all(self.stops), "--stop", "an empty string", "give the text that ends an answer")
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ SessionOpt = Annotated[
 ThinkBudgetOpt = Annotated[
     int | None,
     typer.Option(
-        help="Maximum number of thinking tokens; after them the model must answer. By default only the "
-        "limits of the answer apply."
+        help="Maximum number of thinking tokens; after that, the model must answer. By default, only "
+        "--max-tokens and --max-context limit the reasoning."
     ),
 ]
 ToolsOpt = Annotated[

@@ -80,16 +80,17 @@ def convert(
     Layouts (--to); SRC may be in any of them:
       official      as published: FP4 experts, other matrices FP8, official names
       bf16          everything dequantized to BF16, official names; for fine-tuning
-      fp8           experts in FP8 blocks of 128 x 128; only if exact
-      base          all matrices in FP8 with FP32 scales; only if exact
-      nvfp4         experts in NVFP4, ModelOpt's layout; only if exact
-      mp            model{i}-mp{N}.safetensors for the official scripts; --ranks N
+      fp8           experts in FP8 blocks of 128 x 128; only if lossless
+      base          all matrices in FP8 with FP32 scales; only if lossless
+      nvfp4         experts in NVFP4, ModelOpt's layout; only if lossless
+      mp            model{i}-mp{N}.safetensors for the official scripts; needs --ranks N
       transformers  names and stacked experts of Hugging Face transformers, BF16
       gguf          for llama.cpp: MXFP4, Q8_0 or, on request, BF16; no drafter
       compressed-tensors  experts in MXFP4 or (--experts nvfp4) NVFP4, others BF16
 
-    Memory use is a few tensors per thread for a model of any size. Each file gets its final name when it is complete,
-    index and configuration last. To continue after an interruption, run the command again. SRC is never modified.
+    Each thread holds only a few tensors in memory, whatever the size of the model. A file gets its final name once it
+    is complete; the index and the configuration come last. To continue after an interruption, run the command again.
+    SRC is never modified.
     """
     out = Output(context.obj.colours, as_json, quiet)
     if finish is not None or look is not None:

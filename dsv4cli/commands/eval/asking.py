@@ -12,6 +12,7 @@ from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.offload_report import report_traffic
 from dsv4cli.errors import UsageError
+from dsv4cli.harmless import shell_word
 from dsv4cli.output import Output, counted
 
 if TYPE_CHECKING:
@@ -121,13 +122,13 @@ def stored_results(path: Path, asked: "EvalSet") -> ModelResults:
     header, outcomes = read_results(path)
     if header["digest"] != asked.digest:
         raise UsageError(
-            f"{path} has results for other questions than {asked.name}",
+            f"the results in {path} are for other questions, not for {asked.name}",
             "ask both models the same questions, with the same --limit and --choices",
         )
     if set(outcomes) != set(range(len(asked.items))):
         raise UsageError(
             f"{path} has {len(outcomes):,} of {counted(len(asked.items), 'result')}",
-            f"finish it first: run the command that writes it, for {header['model']}, again",
+            f"finish it first: run `dsv4 eval` for {header['model']} again with --out {shell_word(path)}",
         )
     return ModelResults(asked, header, [outcomes[index] for index in sorted(outcomes)])
 

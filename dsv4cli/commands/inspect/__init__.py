@@ -35,8 +35,8 @@ InspectedArg = Annotated[
         metavar="MODEL",
         autocompletion=complete_model,
         help="Model to inspect: a checkpoint folder, a .safetensors file or a GGUF model; flash, pro, "
-        "flash-0731 or org/name[@revision] from the Hugging Face cache, or its headers from the Hub "
-        "if it is not cached (hf://org/name if a folder has the same name); or random:PRESET[,KEY=N,...] for "
+        "flash-0731 or org/name[@revision] from the Hugging Face cache, or from the Hub (headers only) if it is not "
+        "cached; hf://org/name if a local folder has that name; or random:PRESET[,KEY=N,...] for "
         "random weights without files (keys: layers, experts, seed).",
     ),
 ]
@@ -51,7 +51,9 @@ TensorOpt = Annotated[
     str | None, typer.Option(metavar="NAME", help="Show one tensor: file, format, scales, statistics, histogram.")
 ]
 LayerOpt = Annotated[str | None, typer.Option(metavar="N", help="Show the tensors of layer N, or of mtp.N.")]
-TreeOpt = Annotated[bool, typer.Option("--tree", help="Show the whole model as a tree, with equal layers folded.")]
+TreeOpt = Annotated[
+    bool, typer.Option("--tree", help="Show the whole model as a tree, with identical layers collapsed.")
+]
 TemplateOpt = Annotated[
     bool, typer.Option("--template", help="Print the chat template (Jinja) of the model's release, for other programs.")
 ]
@@ -68,11 +70,16 @@ FitOpt = Annotated[
     bool,
     typer.Option(
         "--fit",
-        help="Check whether the model fits on this machine, or on --gpus; show the bytes per device and a command.",
+        help="Check whether the model fits on this machine or on --gpus; show the memory per device and the command "
+        "to run.",
     ),
 ]
 GpusOpt = Annotated[
-    str | None, typer.Option(metavar="NxSIZE", help="With --fit: other GPUs, for example 2x141GB, 24GB,48GB or 2xH100.")
+    str | None,
+    typer.Option(
+        metavar="NxSIZE",
+        help="With --fit: GPUs to check instead of this machine's, such as 2x141GB, 24GB,48GB or 2xH100.",
+    ),
 ]
 RamOpt = Annotated[
     str | None,
@@ -268,7 +275,7 @@ def _ask_values(out: Output, result: "Inspection", depth: "Depth") -> bool:
         fetch = f"dsv4 download {shell_word(result.source.repository)}"
         raise UsageError(f"the weights of {name} are not on this machine", f"download them: {fetch}")
     if not isinstance(identity, FolderIdentity):
-        raise UsageError(f"{name} has no files to read values from", "leave --values out")
+        raise UsageError(f"{name} has no files to read values from", "remove --values")
     return show_values(out, identity, depth)
 
 

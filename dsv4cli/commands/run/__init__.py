@@ -46,16 +46,16 @@ PromptsOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Many prompts: lines {"prompt": …}, {"messages": […]} or OpenAI batch requests. The answers '
-        "are JSON lines.",
+        help='Answer many prompts, one JSON object per line: {"prompt": …}, {"messages": […]} or an OpenAI batch '
+        "request. Answers are printed as JSON lines.",
     ),
 ]
 ScoreOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help='Print log-probabilities of given texts and generate nothing: lines {"ids": […]}, {"text": …} '
-        'or {"messages": […]}.',
+        help="Print the log-probabilities of given texts instead of generating. One JSON object per line: "
+        '{"ids": […]}, {"text": …} or {"messages": […]}.',
     ),
 ]
 FileOpt = Annotated[
@@ -74,11 +74,13 @@ OutOpt = Annotated[
 ]
 SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="With --prompts: skip lines that cannot be answered.")]
 SamplesOpt = Annotated[
-    int, typer.Option("--samples", "-n", help="Number of answers to each prompt, each with its own seed.")
+    int, typer.Option("--samples", "-n", help="Number of answers per prompt, each with its own seed.")
 ]
-LogprobsOpt = Annotated[int, typer.Option(help="Number of alternatives to report for each token; needs JSON output.")]
+LogprobsOpt = Annotated[
+    int, typer.Option(help="Number of alternatives to report for each token; requires JSON output.")
+]
 ShowPromptOpt = Annotated[
-    bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids; run nothing.")
+    bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids, and exit.")
 ]
 RUN_EXAMPLES = (
     'dsv4 run "What is 17 + 25?"',

@@ -168,7 +168,7 @@ def missing_answers(file: "AnswerFile", answers: list[WantedAnswer]) -> list[Wan
         if one is None or (record["request"], record["seed"]) != (one.digest, one.request.sampling.seed):
             what = f"the answer with index {key[0]}"
             raise UsageError(
-                f"{file.path} belongs to another command: {what} has another prompt or other options",
+                f"{file.path} has answers of another command: {what} is for another prompt or other options",
                 "use another file for --out, or remove this one",
             )
     return [one for one in answers if one.key not in file.records]

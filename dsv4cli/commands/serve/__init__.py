@@ -41,7 +41,8 @@ AliasOpt = Annotated[
 MaxQueueOpt = Annotated[
     int,
     typer.Option(
-        min=0, help="Maximum number of queued requests besides the 64 that run; further requests are rejected with 503."
+        min=0,
+        help="Maximum number of requests that wait while 64 are running; further requests are rejected with 503.",
     ),
 ]
 StepMsOpt = Annotated[
@@ -63,7 +64,7 @@ CacheMemoryOpt = Annotated[
 ]
 GraceOpt = Annotated[
     float,
-    typer.Option(min=0, max=86400, help="Seconds that running answers have to finish after Ctrl-C, SIGTERM or SIGHUP."),
+    typer.Option(min=0, max=86400, help="Seconds to let running answers finish after Ctrl-C, SIGTERM or SIGHUP."),
 ]
 ReasoningFieldOpt = Annotated[
     Literal["both", "reasoning_content", "reasoning"],
@@ -77,8 +78,8 @@ HungSecondsOpt = Annotated[
         "--health-timeout",
         min=0,
         metavar="SECONDS",
-        help="Seconds without a finished step, while requests run, after which /health returns 503. Compiling kernels "
-        "does not count.",
+        help="/health returns 503 if requests are running and no step has finished for this long. Time spent compiling "
+        "kernels does not count.",
     ),
 ]
 LogJsonOpt = Annotated[
@@ -89,7 +90,7 @@ NoStoreOpt = Annotated[
     bool,
     typer.Option(
         "--no-store",
-        help="Store no responses of the Responses API; clients must send whole conversations.",
+        help="Do not store responses of the Responses API; clients must send the whole conversation each time.",
     ),
 ]
 SERVE_EXAMPLES = (

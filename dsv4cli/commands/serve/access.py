@@ -25,7 +25,7 @@ ApiKeyFileOpt = Annotated[
     typer.Option(
         metavar="FILE",
         help="File of API keys; clients must send one of them. One key per line, optionally with a name and limits per "
-        "minute: KEY name=alice requests=60 tokens=100000. SIGHUP rereads it.",
+        "minute: KEY name=alice requests=60 tokens=100000. On SIGHUP, the server reads the file again.",
         rich_help_panel="Access",
     ),
 ]
@@ -33,16 +33,16 @@ ShareCacheOpt = Annotated[
     bool,
     typer.Option(
         "--share-cache",
-        help="Share cached prefixes between API keys. By default, the holder of one key cannot find out by timing what "
-        "others have sent.",
+        help="Share cached prefixes between API keys. By default, each key has its own, so that response times do not "
+        "reveal what other clients have sent.",
     ),
 ]
 AllowHostOpt = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Host name that requests may address, for example of a reverse proxy; may be repeated. *.NAME allows the "
-        "names below it, * all names.",
+        help="Host name to accept in the Host header, for example that of a reverse proxy; may be repeated. *.NAME "
+        "accepts its subdomains, * any name.",
     ),
 ]
 AllowOriginOpt = Annotated[
@@ -55,10 +55,10 @@ AllowOriginOpt = Annotated[
 ]
 RootPathOpt = Annotated[
     str,
-    typer.Option(metavar="PATH", help="Path below which a reverse proxy offers the server, for example /llm."),
+    typer.Option(metavar="PATH", help="Path prefix of the server behind a reverse proxy, for example /llm."),
 ]
 UdsOpt = Annotated[
-    Path | None, typer.Option(metavar="PATH", help="Unix socket to listen on, instead of an address and a port.")
+    Path | None, typer.Option(metavar="PATH", help="Unix socket to listen on, instead of --host and --port.")
 ]
 
 
@@ -126,4 +126,6 @@ def _check_variables(context: Any) -> None:
     known = {param.envvar for param in context.command.params}
     unknown = sorted({*context.obj.serve_variables} - known)
     if unknown:
-        raise UsageError(f"the environment variable {unknown[0]} sets no option of serve", "see dsv4 serve --help")
+        raise UsageError(
+            f"the environment variable {unknown[0]} matches no option of dsv4 serve", "see dsv4 serve --help"
+        )

@@ -41,7 +41,7 @@ ChunkSideOpt = Annotated[
     typer.Option(
         "--prefill-chunk",
         min=1,
-        help="Fewer prompt tokens per prefill step; 1 computes the prompt as decoding does.",
+        help="Fewer prompt tokens per prefill step; 1 computes the prompt like decode steps.",
         rich_help_panel=OTHER_SIDE,
     ),
 ]
@@ -121,6 +121,6 @@ def _check(change: SideOptions, *, slots: bool) -> None:
     """Raise UsageError unless the options change the other side, and do not combine --slots with other changes."""
     if slots == (change != SideOptions()):
         raise UsageError(
-            "--slots cannot be combined with other changes" if slots else "no option says how the other side differs",
+            "--slots cannot be combined with other changes" if slots else "no option sets how the other side differs",
             "use --slots alone, or any of --against, --backend, --numerics, --device, --tp, --prefill-chunk, --drafts",
         )

@@ -103,6 +103,6 @@ def _noise(one: "Recording", other: "Recording") -> "tuple[Noise, Noise | None]"
             is_sharper = not other.manifest.fed and has_noise_of(recording.manifest, one.manifest, other.manifest)
             return noise, load_noise(folder, fed=True) if is_sharper else None
     raise UsageError(
-        f"neither {one.name} nor {other.name} has a noise measurement to judge differences by",
+        f"neither {one.name} nor {other.name} has a noise measurement, which compare needs",
         f"record one of them again: dsv4 trace record MODEL --like {shell_word(Path(one.name))} --out DIR",
     )

@@ -56,8 +56,8 @@ def verify(
 ) -> None:
     """Check whether a server answers as DeepSeek-V4 does: prompts, replies, tools, batches and numbers.
 
-    The server may be any that has the OpenAI chat API. The exit code is 3 if something is wrong, and 6 if the server
-    cannot be reached.
+    Works with any server that has an OpenAI-compatible chat API. The exit code is 3 if a check fails, and 6 if the
+    server cannot be reached.
     """
     options = VerifyOptions(
         url, model, api_key_file, quick, long, only, release, tokenizer,

@@ -25,44 +25,47 @@ OnlyOpt = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="Make only these checks, separated by commas: encoding, replies, tools, company, numbers, limits, long.",
+        help="Run only these checks, separated by commas: encoding, replies, tools, company (batching and prefix "
+        "cache), numbers, limits, long.",
     ),
 ]
 ReleaseOpt = Annotated[
     Literal["v4", "0731"] | None,
-    typer.Option(help="Release of the model's prompt format. By default, the length of prompts shows it."),
+    typer.Option(help="Prompt format release. By default, it is detected from the prompt token counts."),
 ]
 TokenizerOpt = Annotated[
     str | None,
     typer.Option(
         metavar="MODEL",
-        help="Model, folder or tokenizer.json with the model's vocabulary. By default, the vocabularies on this "
-        "machine are tried.",
+        help="Model, folder or tokenizer.json to count tokens with. By default, tries the DeepSeek-V4 tokenizers "
+        "on this machine.",
     ),
 ]
 RecordOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.json",
-        help="Write what this server answers as a reference for --against: log-probabilities of texts, and tool calls.",
+        help="Save this server's log-probabilities and tool calls as a reference for --against.",
     ),
 ]
 AgainstOpt = Annotated[
     str | None,
     typer.Option(
         metavar="FILE.json",
-        help="Compare with the answers of another server, written with --record. nano names the built-in reference, "
-        "which is the default for a model of this name.",
+        help="Compare with another server's reference, saved with --record. 'nano' is the built-in reference, and the "
+        "default if the server's model is nano.",
     ),
 ]
-ConcurrencyOpt = Annotated[int, typer.Option(min=1, max=256, help="Maximum number of requests at a time.")]
+ConcurrencyOpt = Annotated[int, typer.Option(min=1, max=256, help="Maximum number of concurrent requests.")]
 TimeoutOpt = Annotated[float, typer.Option(min=1, help="Seconds to wait for a response.")]
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Print what the checks would cost, and exit.")]
+DryRunOpt = Annotated[
+    bool, typer.Option("--dry-run", help="Print how many requests and tokens the checks need, and exit.")
+]
 OutOpt = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.jsonl",
-        help="Write each response to this file when it arrives. To continue after an interruption, run the same "
+        help="Write each response to this file as it arrives. To continue after an interruption, run the same "
         "command again.",
     ),
 ]

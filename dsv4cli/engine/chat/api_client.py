@@ -225,9 +225,15 @@ class ApiClient:
 
     def _unreachable(self, error: Exception, kind: type[ServerError] = ServerError) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        if kind is ServerError:
-            kind = NoAnswer if isinstance(error, TimeoutError) else ConnectionLost
-        return kind(f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL")
+        if kind is NoConnection:
+            return kind(
+                f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL"
+            )
+        if isinstance(error, TimeoutError):
+            return NoAnswer(f"{self.url} did not respond in time: {reason}", "try again; see also the server's log")
+        return ConnectionLost(
+            f"the connection to {self.url} was lost: {reason}", "try again, or correct the URL; see the server's log"
+        )
 
     def _refusal(self, response: HTTPResponse, path: str) -> ServerError:
         status, said = response.status, _message(response) or response.reason
@@ -261,7 +267,7 @@ def _parts(url: str) -> Any:
         parts = urlsplit("")
     plain = url.isprintable() and not {*url} & {" ", "@", "?", "#"}
     if parts.scheme not in ("http", "https") or not parts.hostname or not plain:
-        raise UsageError(f"{url!r} is not the URL of a server", "write it as http://localhost:8000")
+        raise UsageError(f"{url!r} is not the URL of a server", "use a URL such as http://localhost:8000")
     return parts
 
 

@@ -198,7 +198,9 @@ class RemoteConversation:
 
     def _check_budget(self) -> None:
         if self._models[self.model].get("owned_by") != OURS:
-            raise UsageError(f"{self.client.url} is not dsv4 serve, and has no thinking budget", "omit --think-budget")
+            raise UsageError(
+                f"{self.client.url} is not a dsv4 server and has no thinking budget", "omit --think-budget"
+            )
 
     def _prompt_fields(self, messages: Sequence[Message], level: str | None = None) -> dict[str, Any]:
         """Return the request in OpenAI's format, with the thinking level in the fields that such servers read."""

@@ -212,7 +212,7 @@ def read_header(path: Path) -> list[TensorInfo]:
     infos = parse_header(path, text, 8 + length)
     end = infos[-1].end if infos else 8 + length
     if end > size:
-        raise _damaged(path, f"is truncated: {size} bytes of {end}")
+        raise _damaged(path, f"is truncated: it has {size:,} of {end:,} bytes")
     if end < size:
         raise _damaged(path, f"is longer than its header says: {size} bytes instead of {end}")
     return infos
@@ -269,7 +269,7 @@ def _unique(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         double = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise _damaged(path, f"is corrupt: the key {double!r} is there twice")
+        raise _damaged(path, f"is corrupt: the key {double!r} appears twice")
     return values
 
 

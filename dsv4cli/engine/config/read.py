@@ -70,7 +70,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_bytes(path).decode())
     except (ValueError, OSError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}", remedy) from None
+        raise CheckpointError(f"{path} is not valid JSON: {error}", remedy) from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} does not contain a JSON object", remedy)
     inner: list[Any] = [values]

@@ -40,7 +40,7 @@ def check(output: Path, against: Against | None, workers: int, progress: Progres
     Raises UsageError for a folder without hashes if there is no source either, and for an unfinished output.
     """
     if not output.is_dir():
-        raise UsageError(f"there is no folder {output}", "use the DST of a finished `dsv4 convert`")
+        raise UsageError(f"there is no folder {output}", "use the output folder of a finished `dsv4 convert`")
     folder = shell_word(output)
     if (output / UNFINISHED).exists():
         raise UsageError(

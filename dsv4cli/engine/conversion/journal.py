@@ -189,7 +189,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         _check_plan(plan)
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(
-            f"{path.parent.parent} contains no unfinished conversion", "use the DST of `dsv4 convert`"
+            f"{path.parent.parent} contains no unfinished conversion", "use the output folder of `dsv4 convert --shard`"
         ) from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(

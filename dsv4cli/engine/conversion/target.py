@@ -77,11 +77,13 @@ def choose_target(
     formats = FORMATS[name]
     if experts is not None:
         if experts not in EXPERTS[name]:
-            raise UsageError(f"--to {name} has no experts in {experts}", f"allowed with it: {', '.join(EXPERTS[name])}")
+            raise UsageError(
+                f"--to {name} cannot store experts in {experts}", f"use --experts {' or '.join(EXPERTS[name])}"
+            )
         formats = replace(formats, experts=experts)
     if attention is not None:
         if name in ONLY_BF16 and attention != "bf16":
-            raise UsageError(f"--to {name} has no attention in {attention}", "allowed with it: bf16")
+            raise UsageError(f"--to {name} cannot store attention in {attention}", "use --attention bf16")
         formats = replace(formats, linear=attention, wo_a=None if formats.wo_a == attention else formats.wo_a)
     if (name == "mp") != (ranks is not None):
         raise UsageError("--ranks N and --to mp must be used together", "for example `--to mp --ranks 4`")

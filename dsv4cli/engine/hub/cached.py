@@ -34,7 +34,7 @@ def _file(name: str, path: Path) -> RemoteFile:
         return RemoteFile(name, path.stat().st_size, "", etag)
     if SHA1.fullmatch(etag):
         return RemoteFile(name, path.stat().st_size, etag)
-    raise HubError(f"{path} is not a link to a blob: without the hub its hash is unknown", ONLINE)
+    raise HubError(f"{path} is not a link to a blob of the cache, so its hash is unknown offline", ONLINE)
 
 
 def check_cache(listing: Listing, needed: set[str]) -> None:

@@ -98,7 +98,7 @@ def list_files(repository: str, revision: str | None, policy: RetryPolicy) -> Li
     except (ValueError, KeyError, TypeError) as error:
         raise explain(error, repository, revision) from error
     if not SHA1.fullmatch(str(info.sha)):
-        raise HubError(f"the hub gives no commit for {repository}: {info.sha}", "check HF_ENDPOINT")
+        raise HubError(f"the hub names no commit of {repository}: {info.sha}", "check HF_ENDPOINT")
     return Listing(repository, revision, info.sha, tuple(sorted(files, key=lambda file: file.name)))
 
 

@@ -92,7 +92,8 @@ def one_layer(config: ModelConfig, specs: Iterable[TensorSpec], name: str) -> La
     for layers in make_tree(config, specs).layers:
         if layers.part == part and number in map(str, layers.numbers):
             return Layers(part, (int(number),), layers.kind, layers.entries)
-    stages = f", and mtp.0 to mtp.{config.draft_stages - 1}" if config.draft_stages else ""
+    last = config.draft_stages - 1
+    stages = "" if last < 0 else f", and mtp.0 to mtp.{last}" if last else ", and mtp.0"
     raise UsageError(f"there is no layer {name}", f"layers are 0 to {config.num_hidden_layers - 1}{stages}")
 
 

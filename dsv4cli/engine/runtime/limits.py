@@ -92,7 +92,7 @@ def _answer_limit(length: int, config: ModelConfig, limits: Limits, which: str) 
 def _check_length(length: int, config: ModelConfig, most: int, which: str, answer: int = 0) -> None:
     """Raise UsageError if a sequence is longer than `most` tokens. answer: tokens reserved for the answer."""
     if not length:
-        raise UsageError(f"{which} has no tokens", "give at least one")
+        raise UsageError(f"{which} has no tokens", "use at least one token")
     if length > most:
         including = ", including the answer" if answer else ""
         raise UsageError(

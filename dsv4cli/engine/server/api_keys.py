@@ -60,7 +60,7 @@ def _key(number: int, words: list[str], where: str) -> ApiKey:
     """Return the key of a line."""
     secret, *settings = words
     if len(secret) < SHORTEST_KEY or not secret.isascii() or not secret.isprintable():
-        raise UsageError(f"{where} is not a key: it needs {SHORTEST_KEY} or more ASCII characters, no spaces", CREATE)
+        raise UsageError(f"{where}: a key must have at least {SHORTEST_KEY} printable ASCII characters", CREATE)
     found: dict[str, str] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")

@@ -61,11 +61,11 @@ class Guard:
         if not self._knows(_split(f"//{host}").hostname or ""):
             raise Refusal(
                 403,
-                "the Host header names none of this server's hosts: use localhost in the URL, or name the host with "
+                "the Host header is not a name of this server: use localhost in the URL, or allow the host with "
                 "--allow-host, for example behind a reverse proxy",
             )
         if origin is not None and _split(origin).netloc != host and not {origin, "*"} & {*self.origins}:
-            raise Refusal(403, "cross-origin requests are not allowed: name the page's origin with --allow-origin")
+            raise Refusal(403, "cross-origin requests are not allowed: allow the page's origin with --allow-origin")
 
     def _knows(self, name: str) -> bool:
         """Return whether requests may use this name of the server."""

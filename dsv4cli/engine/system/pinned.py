@@ -31,9 +31,7 @@ def host_block(nbytes: int, purpose: str, remedy: str) -> torch.Tensor:
     try:
         memory = mmap.mmap(-1, whole_pages(max(nbytes, 1)), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError):
-        raise NotEnoughMemory(
-            f"the system does not give {nbytes / 1e9:.2f} GB of host memory for {purpose}", remedy
-        ) from None
+        raise NotEnoughMemory(f"cannot allocate {nbytes / 1e9:.2f} GB of host memory for {purpose}", remedy) from None
     with suppress(AttributeError, OSError):  # not every system has them
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
@@ -72,7 +70,7 @@ def pin(tensor: torch.Tensor, remedy: str) -> int:
     address = tensor.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(address, tensor.nbytes, 0)):
         raise NotEnoughMemory(
-            f"the system does not pin {tensor.nbytes / 1e9:.2f} GB of host memory for the GPU",
+            f"cannot pin {tensor.nbytes / 1e9:.2f} GB of host memory for the GPU",
             f"raise the limit of locked memory (ulimit -l), or {remedy}",
         )
     return address

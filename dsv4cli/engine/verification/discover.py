@@ -22,6 +22,7 @@ PROBE = (
 TEMPLATE_TOKENS = 3
 # statuses of a path that does not exist; 0 is no response
 ABSENT = (0, 404, 405, 501)
+KEY_REMEDY = "write the key to a file, and pass it with --api-key-file"
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int |
     listed = (reply.document or {}).get("data") if reply.status == 200 else None
     models = [one for one in listed if isinstance(one, dict) and isinstance(one.get("id"), str)] if listed else []
     if reply.status in (401, 403):
-        raise ServerError(f"{url} requires another API key", "write the key to a file, and pass it with --api-key-file")
+        raise ServerError(f"{url}: the API key is missing or wrong", KEY_REMEDY)
     if not models and wanted is None:
         raise ServerError(f"{url} lists no models: {reply.summary}", "name the model with --model")
     if wanted is not None and models and wanted not in [one["id"] for one in models]:
@@ -83,12 +84,12 @@ def _read(reply: ServerReply) -> ChatAnswer | None:
 def _first(url: str, reply: ServerReply) -> ChatAnswer:
     """Return the first answer. Raises ServerError: without it, nothing can be verified."""
     if reply.status in (401, 403):
-        raise ServerError(f"{url} requires another API key", "write the key to a file, and pass it with --api-key-file")
+        raise ServerError(f"{url}: the API key is missing or wrong", KEY_REMEDY)
     try:
         return read_chat(reply, streamed=False)
     except UnreadableReply as error:
         raise ServerError(
-            f"{url} does not answer a chat request: {error}", "use the URL of a server with OpenAI's chat API"
+            f"{url} cannot answer a chat request: {error}", "use the URL of a server with OpenAI's chat API"
         ) from None
 
 

@@ -66,7 +66,7 @@ class ReplyJournal:
                     raise ValueError(record)
                 elif record != header:
                     raise UsageError(
-                        f"{path} is the journal of another server, {record['url']}", "use another file for --out"
+                        f"{path} has the responses of another server, {record['url']}", "use another file for --out"
                     )
             except (ValueError, TypeError, LookupError, RecursionError):
                 raise _no_journal(path, number + 1) from None

@@ -17,6 +17,7 @@ NANO = "nano"
 # the checks whose answers are recorded
 NUMBERS, TOOLS = "numbers.logprobs", "tools.answers"
 _BUILT_IN = Path(__file__).with_name("nano-reference.json")
+REMEDY = "create one: dsv4 verify URL --record FILE.json"
 # digits of a log-probability that are kept: far below any rounding
 DIGITS = 5
 # Sums of FP8 products in another order move half of the log-probabilities by more than this many nats. Measured on
@@ -108,9 +109,9 @@ def read_reference(name: str) -> ServerReference:
         calls = {key: list(one) for key, one in value["calls"].items()}
         return ServerReference(str(value["model"]), texts, answers, calls, float(value["noise"]))
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "write one with --record") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror}", REMEDY) from None
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        raise UsageError(f"{path} is not a reference of dsv4 verify", "write one with --record") from None
+        raise UsageError(f"{path} is not a reference of dsv4 verify", REMEDY) from None
 
 
 def _scored(value: Mapping[str, Any]) -> dict[str, ScoredText]:

@@ -152,7 +152,7 @@ def _load_gguf(identity: GgufIdentity, numerics: Numerics, target: _Target) -> T
         if blocks:
             raise
         raise NotEnoughMemory(
-            f"the Triton kernels do not decode GGUF blocks, and as values {error.message}",
+            f"the Triton kernels do not decode GGUF blocks, and after dequantization {error.message}",
             "keep the blocks with --backend torch, which is slower, or convert the file: "
             f"`dsv4 convert {folder_word(identity.checkpoint.folder)} OUT --to official`",
         ) from None

@@ -99,7 +99,7 @@ def test_thinking_is_kept_whatever_a_server_calls_it(chat, server, field):
 def test_a_budget_of_thinking_goes_to_dsv4_serve_alone(chat, server):
     done = chat("a", options=("--think", "high", "--think-budget", "50"))
     assert (done.code, server.bodies) == (2, [])
-    assert "is not dsv4 serve, and has no thinking budget" in done.err
+    assert "is not a dsv4 server and has no thinking budget" in done.err
     server.models[0]["owned_by"] = "dsv4"
     assert chat("a", options=("--think", "high", "--think-budget", "50")).code == 0
     assert server.bodies[0]["thinking"] == {"type": "enabled", "budget_tokens": 50}
@@ -221,7 +221,7 @@ def test_a_key_is_asked_for_read_from_a_file_and_sent(chat, server, tmp_path):
 def test_what_is_no_address(dsv4, url):
     done = dsv4("chat", "--url", url, stdin=b"a\n")
     assert done.code == 2
-    assert "is not the URL of a server\n→ write it as http://localhost:8000" in done.err
+    assert "is not the URL of a server\n→ use a URL such as http://localhost:8000" in done.err
 
 
 def test_nobody_is_there(dsv4, server):

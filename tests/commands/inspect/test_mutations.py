@@ -263,9 +263,9 @@ MALICE = {
     "cut for no processes": (header("model0-mp0/norm.weight"), "an impossible number of GPUs"),
     "cut for countless processes": (header(f"model0-mp{'9' * 5000}/norm.weight"), "an impossible number of GPUs"),
     "a shape that takes hours to multiply": (header("x", shape=[2**60] * 10**5), "the entry of x is "),
-    "a tensor twice": (doubled(SHARDS[0], '"embed.weight":', '"embed.weight": {}, '), "'embed.weight' is there twice"),
-    "a shape twice": (doubled(SHARDS[0], '"shape":', '"shape": [1], '), "'shape' is there twice"),
-    "a file twice": (doubled(damage.INDEX, '"embed.weight":', '"embed.weight": 1, '), "'embed.weight' is there twice"),
+    "a tensor twice": (doubled(SHARDS[0], '"embed.weight":', '"embed.weight": {}, '), "'embed.weight' appears twice"),
+    "a shape twice": (doubled(SHARDS[0], '"shape":', '"shape": [1], '), "'shape' appears twice"),
+    "a file twice": (doubled(damage.INDEX, '"embed.weight":', '"embed.weight": 1, '), "'embed.weight' appears twice"),
     "metadata that are no text": (doubled(SHARDS[0], '"embed.weight":', '"__metadata__": {"a": 1}, '), "__metadata__"),
     "a number that is none": (header("x", note=float("nan")), "not JSON"),
 }  # fmt: skip

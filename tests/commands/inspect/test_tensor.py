@@ -223,7 +223,7 @@ def test_the_layers_of_flash(name, kind, tensors):
 def test_a_layer_that_is_not_there(name):
     with pytest.raises(UsageError, match="there is no layer") as caught:
         raise inside(FLASH, "--layer", name).exception
-    assert caught.value.remedy == "layers are 0 to 4, and mtp.0 to mtp.0"
+    assert caught.value.remedy == "layers are 0 to 4, and mtp.0"
 
 
 # --- the tree

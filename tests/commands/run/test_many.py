@@ -119,7 +119,7 @@ def test_another_command_does_not_go_on(dsv4, prompts, out, tmp_path):
     for change in (("--temperature", "0.5"), ("--seed", "2"), ("--system", "s"), ("--max-tokens", "4")):
         done = dsv4(*command, *change)
         assert (done.code, out.read_text()) == (2, before)
-        assert "belongs to another command: the answer with index 0 has another prompt" in done.err
+        assert "has answers of another command: the answer with index 0 is for another prompt" in done.err
     other = '{"index": 1e999, "request": "a", "seed": 1}\n', '{"index": 0, "request": "a", "seed": "1"}\n'
     for text in ("my notes", '{"a": 1}\n', "[" * 10**5 + "\n", *other):
         out.write_text(text)

@@ -133,7 +133,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--temperature", "nan"], 2, ["--temperature cannot be nan"]),
         (["hi", "--temperature", "inf"], 2, ["--temperature cannot be inf"]),
         (["hi", "--top-p", "0"], 2, ["--top-p cannot be 0.0"]),
-        (["hi", "--stop", ""], 2, ["--stop cannot be an empty text"]),
+        (["hi", "--stop", ""], 2, ["--stop cannot be an empty string"]),
         (["hi", "--device", "gpu"], 2, ["--device cannot be 'gpu'"]),
         (["hi", "--device", "cuda:99"], 4, ["--device cuda:99 does not exist"]),
         (["hi", "--backend", "triton"], 4, ["--backend triton needs a GPU, but the device is cpu"]),

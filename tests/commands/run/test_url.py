@@ -152,7 +152,7 @@ def test_a_file_is_continued(dsv4, server, lines, tmp_path):
     assert len(server.bodies) == 6
     done = dsv4(*given, "--think", "high")
     assert done.code == 2
-    assert "belongs to another command" in done.err
+    assert "has answers of another command" in done.err
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_a_variable_that_sets_nothing_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("DSV4_SERVE_API_KEYS", "keys.txt")
     done = Program(monkeypatch, capsys)("serve")
     assert done.code == 2
-    assert done.err.startswith("error: the environment variable DSV4_SERVE_API_KEYS sets no option of serve\n")
+    assert done.err.startswith("error: the environment variable DSV4_SERVE_API_KEYS matches no option of dsv4 serve\n")
 
 
 def test_the_environment_of_serve_is_its_own(monkeypatch, capsys):

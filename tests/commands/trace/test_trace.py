@@ -212,7 +212,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("record", NET, "--like", "other", "--ids", "5", "--out", "A"), "--ids and --like cannot be combined"),
         (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none has no complete recording"),
-        (("bisect", NET), "no option says how the other side differs"),
+        (("bisect", NET), "no option sets how the other side differs"),
         (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots cannot be combined with other changes"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "have different shapes: 3 layers of"),
         (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif does not end with"),
@@ -272,4 +272,4 @@ def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):
     done = program("trace", "compare", str(folder), other)
     assert (done.code, "differ in text 0: " in done.err) == (2, True)
     done = program("trace", "compare", other, other)
-    assert (done.code, "has a noise measurement to judge differences by" in done.err) == (2, True)
+    assert (done.code, "has a noise measurement, which compare needs" in done.err) == (2, True)

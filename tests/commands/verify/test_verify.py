@@ -45,7 +45,7 @@ def test_a_wrong_server_has_code_3_with_evidence_and_a_command(dsv4):
         server.script = [Says(status=500, message="\x1b[31mbroken")]
         done = dsv4("verify", server.url)
     assert (done.code, done.out) == (6, "")
-    assert "does not answer a chat request: status 500" in done.err
+    assert "cannot answer a chat request: status 500" in done.err
     assert "\x1b" not in done.err
 
 

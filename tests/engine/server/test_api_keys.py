@@ -22,7 +22,7 @@ def test_what_is_no_key_is_refused(tmp_path, content):
 
 def test_the_line_of_a_wrong_key_is_named(tmp_path):
     (tmp_path / "keys").write_text("first-key\n\nshort\n")
-    with pytest.raises(UsageError, match=r"line 3 of .*keys is not a key"):
+    with pytest.raises(UsageError, match=r"line 3 of .*keys: a key must have"):
         read_keys(tmp_path / "keys")
 
 

@@ -129,7 +129,7 @@ def test_the_triton_kernels_get_values(tmp_path):
     with use("triton"):
         model = load_model(FolderSource("test", path), Numerics.reference())
         assert all(one.block_type is None for one in model.modules() if isinstance(one, MatrixParameters))
-        with pytest.raises(NotEnoughMemory, match="do not decode GGUF blocks, and as values") as refused:
+        with pytest.raises(NotEnoughMemory, match="do not decode GGUF blocks, and after dequantization") as refused:
             load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=20_000_000))
     assert f"`dsv4 convert {path} OUT --to official`" in refused.value.remedy
     assert "--backend torch" in refused.value.remedy

@@ -89,7 +89,7 @@ class _HeaderReader:
         for _ in range(keys):
             key = self._string(MAX_NAME)
             if key in metadata:
-                raise _damaged(self.path, f"has a corrupt header: the key {key!r} is there twice")
+                raise _damaged(self.path, f"has a corrupt header: the key {key!r} appears twice")
             metadata[key] = self._value(self._scalar("<I"))
         entries = [self._entry() for _ in range(self._count(tensors, 24))]
         alignment = metadata.get("general.alignment", ALIGNMENT)
@@ -163,12 +163,12 @@ class _HeaderReader:
                 problem = (
                     "overlaps the tensor before it" if begin < end else "does not begin at the next aligned offset"
                 )
-                problem = "is there twice" if name in infos else problem
+                problem = "appears twice" if name in infos else problem
                 raise _damaged(self.path, f"has a corrupt header: {name} {problem}")
             end = begin + tensor_bytes(kind, shape)
             infos[name] = TensorInfo(name, kind, shape, self.path, begin, end)
         if infos and end > self.size:
-            raise _damaged(self.path, f"is truncated: {self.size} bytes of {end}")
+            raise _damaged(self.path, f"is truncated: it has {self.size:,} of {end:,} bytes")
         if self.size > _aligned(end, alignment):
             raise _damaged(self.path, f"is longer than its header says: {self.size} bytes instead of {end}")
         return list(infos.values())

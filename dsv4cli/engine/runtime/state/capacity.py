@@ -52,8 +52,8 @@ def prefixes_of(cache: Cache, capacity: Capacity, reads_next: bool) -> PrefixCac
         if blocks < FEWEST_BLOCKS:
             least = KEPT_PART * cache.copies.nbytes + FEWEST_BLOCKS * each
             raise NotEnoughMemory(
-                f"{capacity.cache_memory / 1e6:,.1f} MB of cache cannot hold a conversation",
-                f"give it at least {least / 1e6:,.1f} MB (--cache-memory)",
+                f"--cache-memory {capacity.cache_memory / 1e6:.4g}MB is too small for one conversation",
+                f"use at least --cache-memory {-(-least // 100_000) / 10:.1f}MB",
             )
         cache.bound(blocks)
         cache.copies.provide(most)
