@@ -104,7 +104,7 @@ DAMAGE = {
     "9 dimensions": lambda content: replaced(struct.pack("<IQQQ", 3, 64, 5, 2), struct.pack("<IQQQ", 9, 64, 5, 2))(
         content
     ),
-    "there twice": lambda content: replaced(b"a.number", b"a.switch")(content),
+    "appears twice": lambda content: replaced(b"a.number", b"a.switch")(content),
     "a value of type 66": lambda content: replaced(
         b"a.number" + struct.pack("<I", 4), b"a.number" + struct.pack("<I", 66)
     )(content),
