@@ -154,7 +154,7 @@ def test_a_model_against_itself_and_another(dsv4, file, out):
 def test_other_results_must_be_of_the_same_questions_and_whole(dsv4, file, out):
     dsv4("eval", file, *FAST, "--limit", "2", "--out", str(out))
     done = dsv4("eval", file, *FAST, "--limit", "3", "--against", str(out))
-    assert (done.code, "has results for other questions" in done.err) == (2, True)
+    assert (done.code, "are for other questions" in done.err) == (2, True)
     out.write_text("".join(out.read_text().splitlines(keepends=True)[:2]))
     done = dsv4("eval", file, *FAST, "--limit", "2", "--against", str(out))
     assert (done.code, "has 1 of 2 results" in done.err) == (2, True)
