@@ -88,9 +88,8 @@ def convert(
       gguf          for llama.cpp: MXFP4, Q8_0 or, on request, BF16; no drafter
       compressed-tensors  experts in MXFP4 or (--experts nvfp4) NVFP4, others BF16
 
-    Each thread holds only a few tensors in memory, whatever the size of the model. A file gets its final name once it
-    is complete; the index and the configuration come last. To continue after an interruption, run the command again.
-    SRC is never modified.
+    Each thread holds only a few tensors in memory. A file gets its final name once it is complete; the index and the
+    configuration come last. To continue after an interruption, run the command again. SRC is never modified.
     """
     out = Output(context.obj.colours, as_json, quiet)
     if finish is not None or look is not None:
