@@ -68,13 +68,13 @@ def _verified(
     from dsv4cli.engine.verification.plan import plan_checks
     from dsv4cli.engine.verification.verify_run import VerifyRun
 
-    done = VerifyRun(sender)
+    done, given = VerifyRun(sender), _reference(options, "")  # a broken file fails before the first request
     server = discover(sender.url, sender.send, ServerHints(options.model, options.release, options.tokenizer))
     size = "" if server.limit is None else f", a context of {server.limit:,} tokens"
     output.status(f"{server.url}: {server.model}{size}; release {server.release}, {server.release_found}")
     if server.tokenizer is None:
         output.warning("no tokenizer on this machine fits the server's model: name it with --tokenizer")
-    reference = _reference(options, server.model)
+    reference = given or _reference(options, server.model)
     checks = plan_checks(server, scope, lambda: done.calls, reference, recorded=options.record is not None)
     _announce(output, done, checks, options.dry_run)
     if options.dry_run:

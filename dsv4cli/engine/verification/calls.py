@@ -102,7 +102,8 @@ class ServerReply:
             return "no response in time"
         if self.failure:
             return "the connection was closed without a response"
-        return f"status {self.status}: {self.text[:200]}" if self.status != 200 else self.text[:200]
+        text = self.text[:200]
+        return text if self.status == 200 else f"status {self.status}: {text}" if text else f"status {self.status}"
 
 
 def _parsed(data: str) -> Any:

@@ -65,7 +65,7 @@ def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int |
     if reply.status in (401, 403):
         raise ServerError(f"{url}: the API key is missing or wrong", KEY_REMEDY)
     if not models and wanted is None:
-        raise ServerError(f"{url} lists no models: {reply.summary}", "name the model with --model")
+        raise ServerError(f"{url} lists no models: {reply.summary}", "correct the URL, or name the model with --model")
     if wanted is not None and models and wanted not in [one["id"] for one in models]:
         names = ", ".join(one["id"] for one in models)
         raise UsageError(f"{url} has no model {wanted!r}", f"use one of {names}")

@@ -62,6 +62,7 @@ def test_no_server_has_code_6(dsv4, monkeypatch):
         (["localhost:8000"], "is not the URL of a server"),
         (["http://x", "--only", "replies,magic"], "there are no checks named 'magic'"),
         (["http://x", "--report", "/nowhere/a.md"], "there is no folder /nowhere"),
+        (["http://x", "--against", "/nowhere/a.json"], "create one: dsv4 verify URL --record FILE.json"),
     ],
 )
 def test_wrong_usage_has_code_2(dsv4, words, said):
