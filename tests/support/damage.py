@@ -295,7 +295,7 @@ DAMAGES: dict[Damage, tuple[str, ...]] = {
     scale_missing: (SCALE, "is missing, but its weight is there"),
     weight_missing: (WEIGHT, "is missing"),
     config_missing: ("no config.json",),
-    config_not_json: ("config.json", "not readable JSON"),
+    config_not_json: ("config.json", "not valid JSON"),
     config_lacks_key: ("config.json", "lacks the key 'compress_rope_theta'"),
     config_unknown_key: ("config.json", "unknown key 'engram_layers'"),
     config_contradicts_itself: ("config.json", "compress_ratios has 5 entries for 5 layers and 1 draft stages"),

@@ -255,7 +255,7 @@ MALICE = {
     "a number that no float holds": (config(rope_theta=10**400), "rope_theta is 1000"),
     "a number without end": (config(hidden_size=1e308), "hidden_size is 1e+308"),
     "a share that no float holds": (config(partial_rotary_factor=1e308, head_dim=2**52), "contradict|unknown"),
-    "a configuration too deep to be read": (with_text("config.json", "[" * 10**5), "not readable JSON"),
+    "a configuration too deep to be read": (with_text("config.json", "[" * 10**5), "not valid JSON"),
     "a configuration too deep to be shown": (config(rope_scaling=nested(900)), "nested more than 20 deep"),
     "an entry too deep to be shown": (header("x", shape=nested(900)), "the entry of x is "),
     "a file name that no disk takes": (index(damage.WEIGHT, "x" * 300 + ".safetensors"), "is missing"),
