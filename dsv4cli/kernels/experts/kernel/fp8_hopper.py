@@ -59,6 +59,11 @@ class ChunkedPairs(NamedTuple):
     counters: torch.Tensor
     turns: torch.Tensor
 
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """What the kernels of `fp8_inputs` write besides the inputs, in the order of their parameters."""
+        return self.scales, self.factors, self.counters, self.turns
+
 
 def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, round_inputs: bool) -> bool:
     """Return whether `fp8_wgmma` supports these weights and inputs x [T, D], and is the fastest for them.
@@ -166,7 +171,7 @@ def _prepared(
     blocks = work.counters.shape[1]
     fp8_inputs.prepare[(len(x), cdiv(width, fp8_inputs.COLUMNS))](
         x, experts, weights.rows, routing, work.place, work.words, work.count, work.inputs.view(torch.uint8),
-        *work[6:], pairs, cdiv(work.own, work.tokens), x.stride(0), width, per_token, next_power_of_2(per_token),
+        *work.written, pairs, cdiv(work.own, work.tokens), x.stride(0), width, per_token, next_power_of_2(per_token),
         next_power_of_2(pairs), max(next_power_of_2(weights.count), 32), next_power_of_2(blocks), blocks, TURNS,
         work.tokens, shared, fp8_inputs.COLUMNS, **overlap(x),
     )  # fmt: skip
@@ -182,7 +187,7 @@ def _sorted(
     groups, blocks = group(experts, weights.rows, weights.count, work.tokens), work.counters.shape[1]
     work = work._replace(place=groups.position, words=groups.words, count=groups.count)
     fp8_inputs.arrange[(len(work.inputs), x.shape[1] // 128)](
-        x, groups.order, work.words, work.count, routing, work.inputs.view(torch.uint8), *work[6:], x.stride(0),
+        x, groups.order, work.words, work.count, routing, work.inputs.view(torch.uint8), *work.written, x.stride(0),
         x.shape[1], experts.shape[1], next_power_of_2(blocks), blocks, TURNS, work.tokens, **overlap(x),
         num_warps=cdiv(work.tokens, NARROW),
     )  # fmt: skip

@@ -14,11 +14,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
 from dsv4cli.kernels.experts.kernel.fp8_inputs import place
 from dsv4cli.kernels.experts.kernel.fp8_layouts import EACH_WARP, INNER, INPUTS, ONE, PLAIN, held
 from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, unit_sums
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
-from dsv4cli.kernels.formats import E4M3_MAX, FP8_AMAX_FLOOR
 from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell, wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
 
@@ -30,7 +30,6 @@ TILE, WORDS, INPUT_ROWS = gl.constexpr(128), gl.constexpr(4), gl.constexpr(128)
 TICKETS = gl.constexpr(4)
 # registers per thread of the warp that brings stages, and of the one that rounds
 BRINGING, ROUNDING = gl.constexpr(40), gl.constexpr(88)
-FLOOR, LARGEST = gl.constexpr(FP8_AMAX_FLOOR), gl.constexpr(E4M3_MAX)
 
 
 @gluon.jit
@@ -242,8 +241,7 @@ def _round_block(inner, chunks, inputs, input_scales, block, N: gl.constexpr, TO
             inner + (gl.expand_dims(begin, 1) + gl.expand_dims(column, 0)), gl.expand_dims(some < size, 1),
             other=0.0, cache_modifier=".cg",
         ).to(gl.float32)  # fmt: skip
-        top = gl.maximum(gl.max(gl.abs(values), 1), FLOOR) * (1.0 / LARGEST)
-        scale = (top.to(gl.int32, bitcast=True) + 0x7FFFFF) & -0x800000
+        scale = power_of_two_ceil(gl.maximum(gl.max(gl.abs(values), 1), FP8_FLOOR) * (1.0 / FP8_LARGEST))
         inverse = ((254 << 23) - scale).to(gl.float32, bitcast=True)
         codes = (values * gl.expand_dims(inverse, 1)).to(gl.float8e4nv).to(gl.int8, bitcast=True)
         to = gl.expand_dims(some * 32, 1) + gl.expand_dims(at, 0)
