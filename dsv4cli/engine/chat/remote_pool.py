@@ -16,6 +16,7 @@ from dsv4cli.engine.chat.api_client import (
     ServerBusy,
     StreamEnded,
 )
+from dsv4cli.engine.chat.open_clients import OpenClients
 from dsv4cli.engine.chat.remote import COMPLETIONS, AnswerFailed, push_event
 from dsv4cli.engine.chat.remote_answer import RemoteAnswer
 from dsv4cli.errors import ServerError
@@ -91,8 +92,7 @@ class RemotePool(Generic[T]):
             patience: seconds without an answer to any request, after which a failing request is given up.
         """
         self._connect, self._concurrency, self._tell, self._patience = connect, concurrency, tell, patience
-        self._lock, self._ended = threading.Lock(), threading.Event()
-        self._clients: set[ApiClient] = set()
+        self._lock, self._open = threading.Lock(), OpenClients()
         self._results: SimpleQueue[tuple[int, T | BaseException]] = SimpleQueue()
         self._answered, self._troubled = monotonic(), False
 
@@ -115,16 +115,10 @@ class RemotePool(Generic[T]):
                     raise found
                 yield number, found
         finally:
-            self._close()
-
-    def _close(self) -> None:
-        self._ended.set()
-        with self._lock:
-            for client in self._clients:
-                client.close()
+            self._open.close()
 
     def _work(self, tasks: Sequence[Callable[[ApiClient], T]], numbers: Iterator[int]) -> None:
-        while not self._ended.is_set():
+        while not self._open.ended.is_set():
             with self._lock:
                 number = next(numbers, None)
             if number is None:
@@ -134,37 +128,28 @@ class RemotePool(Generic[T]):
             except RequestRejected as error:
                 self._results.put((number, error))
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits for results
-                self._ended.set()
+                self._open.ended.set()
                 self._results.put((number, error))
 
     def _patiently(self, task: Callable[[ApiClient], T]) -> T:
         backoff = Backoff(self._patience)
         while True:
             try:
-                found = self._once(task)
+                with self._open.open(self._connect()) as client:
+                    found = task(client)
             except ServerError as error:
                 pause = backoff.pause(error, self._answered)
-                if pause is None or self._ended.is_set():
+                if pause is None or self._open.ended.is_set():
                     raise
                 self._note(error)
-                self._ended.wait(pause)
+                self._open.ended.wait(pause)
                 continue
             self._answered, self._troubled = monotonic(), False
             return found
-
-    def _once(self, task: Callable[[ApiClient], T]) -> T:
-        client = self._connect()
-        with self._lock:
-            self._clients.add(client)
-        try:
-            return task(client)
-        finally:
-            with self._lock:
-                self._clients.discard(client)
 
     def _note(self, error: ServerError) -> None:
         """Report a failure, unless one has been reported since the last answer."""
         with self._lock:
             first, self._troubled = not self._troubled, True
-        if first and not self._ended.is_set():
+        if first and not self._open.ended.is_set():
             self._tell(f"{error.message}; trying again")

@@ -6,6 +6,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from time import monotonic
 
 from dsv4cli.engine.chat.api_client import LONGEST, ApiClient, NoAnswer, NoConnection, RawResponse
+from dsv4cli.engine.chat.open_clients import OpenClients
 from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.engine.verification.journal import ReplyJournal
 from dsv4cli.errors import ServerError
@@ -42,9 +43,7 @@ class Sender:
         self.url = ApiClient(url, key).url
         self._key, self.concurrency, self._seconds, self._journal = key, concurrency, seconds, journal
         self.sent = 0
-        self._lock = threading.Lock()
-        self._clients: set[ApiClient] = set()
-        self._ended = threading.Event()
+        self._lock, self._open = threading.Lock(), OpenClients()
 
     def send(self, call: ApiCall, *, keep: bool = True) -> ServerReply:
         """Return the response to a call, from the journal if it has one.
@@ -98,10 +97,7 @@ class Sender:
 
     def close(self) -> None:
         """End all running requests."""
-        self._ended.set()
-        with self._lock:
-            for client in self._clients:
-                client.close()
+        self._open.close()
 
     def _patiently(self, call: ApiCall) -> ServerReply:
         """Send a call. Retry while the server is busy or briefly unreachable."""
@@ -111,7 +107,7 @@ class Sender:
             if reply is not None and (reply.status not in BUSY or attempt >= len(BACKOFF)):
                 return reply
             pause = BACKOFF[min(attempt, len(BACKOFF) - 1)] if wish is None else min(wish, LONGEST_BACKOFF)
-            if self._ended.wait(pause):
+            if self._open.ended.wait(pause):
                 return ServerReply(0, failure="closed")
             attempt += 1
 
@@ -123,11 +119,11 @@ class Sender:
         """
         client, start = ApiClient(self.url, self._key), monotonic()
         with self._lock:
-            self._clients.add(client)
             self.sent += 1
+        seconds = min(call.seconds or self._seconds, self._seconds)
         try:
-            seconds = min(call.seconds or self._seconds, self._seconds)
-            raw = client.exchange(call.method, call.path, call.content, seconds, call.most or LONGEST)
+            with self._open.open(client):
+                raw = client.exchange(call.method, call.path, call.content, seconds, call.most or LONGEST)
         except NoConnection:
             if last:
                 raise
@@ -136,9 +132,6 @@ class Sender:
             return ServerReply(0, failure="no answer", seconds=monotonic() - start), None
         except ServerError:
             return ServerReply(0, failure="closed", seconds=monotonic() - start), None
-        finally:
-            with self._lock:
-                self._clients.discard(client)
         text = raw.body.decode(errors="replace")
         return ServerReply(raw.status, text, raw.complete, "", monotonic() - start), _retry_after(raw)
 
