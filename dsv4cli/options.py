@@ -255,6 +255,12 @@ def takes_model_options(**other: Any) -> Callable[[Function], Function]:
     return expand
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Return whether a parameter was set on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def epilog(*examples: str) -> str:
     """Return the end of a help page: exit codes, then examples."""
     return "\n".join([EXIT_CODES, "", "\b", "Examples:", *(f"  {example}" for example in examples)])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from dsv4cli.errors import UsageError
-from dsv4cli.options import ModelOptions
+from dsv4cli.options import ModelOptions, is_given
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def check_server(context: typer.Context, choice: ServerChoice, refused: tuple[st
         check_options(context, refused)
         return True
     check_no_key(choice.key_file)
-    if _is_given(context, "concurrency"):
+    if is_given(context, "concurrency"):
         raise UsageError("--concurrency needs --url", "add the server's URL, for example --url http://localhost:8000")
     return False
 
@@ -83,10 +83,5 @@ def open_server(context: typer.Context, out: Output, choice: ServerChoice, optio
 
     assert choice.url is not None
     key = read_key(choice.key_file)
-    models = ServerModels(out, choice.url, key, options, OnCommandLine(_is_given(context, "model"), True))
+    models = ServerModels(out, choice.url, key, options, OnCommandLine(is_given(context, "model"), True))
     return OpenServer(models.open(), models.sampling, key)
-
-
-def _is_given(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"

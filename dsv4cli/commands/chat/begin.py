@@ -10,6 +10,7 @@ from dsv4cli.commands.chat.journal import SessionChoices, SessionJournal, find_j
 from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.tools import read_tools
 from dsv4cli.errors import UsageError
+from dsv4cli.options import is_given
 from dsv4cli.output import Output
 
 
@@ -67,11 +68,7 @@ def begin_session(
 
 def given_choices(context: typer.Context, choices: SessionChoices) -> dict[str, Any]:
     """Return the choices that were set on the command line."""
-    return {
-        name: value
-        for name, value in asdict(choices).items()
-        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
-    }
+    return {name: value for name, value in asdict(choices).items() if is_given(context, name)}
 
 
 def _list_sessions(out: Output, folder: Path) -> NoReturn:

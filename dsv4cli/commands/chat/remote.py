@@ -9,7 +9,7 @@ import typer
 
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import ServerError, UsageError
-from dsv4cli.options import ModelOptions
+from dsv4cli.options import ModelOptions, is_given
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
@@ -98,8 +98,7 @@ def check_options(context: typer.Context, more: tuple[str, ...] = ()) -> None:
     """
     for parameter in context.command.params:
         name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
+        if not is_given(context, name):
             continue
         if name in LOCAL:
             raise UsageError(f"{parameter.opts[0]} cannot be combined with --url", "set it on the server")
