@@ -25,7 +25,7 @@ OnlyOpt = Annotated[
     str | None,
     typer.Option(
         metavar="NAMES",
-        help="Run only these checks, separated by commas: encoding, replies, tools, company (batching and prefix "
+        help="Run only these checks, separated by commas: encoding, replies, tools, batching (and the prefix "
         "cache), numbers, limits, long.",
     ),
 ]

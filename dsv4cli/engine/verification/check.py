@@ -9,7 +9,7 @@ from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 # the responses so far, by the key of their call
 Replies = Mapping[str, ServerReply]
 Verdict = Literal["right", "note", "wrong", "skipped"]
-FAMILIES = ("encoding", "replies", "tools", "company", "numbers", "limits", "long")
+FAMILIES = ("encoding", "replies", "tools", "batching", "numbers", "limits", "long")
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from statistics import fmean, median, quantiles, stdev
 from typing import Any
 
+from dsv4cli.engine.verification.batching import prompts
 from dsv4cli.engine.verification.calls import ApiCall
 from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
-from dsv4cli.engine.verification.company import prompts
 from dsv4cli.engine.verification.number_texts import number_texts
 from dsv4cli.engine.verification.reference import NUMBERS, ScoredText, ServerReference, scored_answer, scored_text
 from dsv4cli.engine.verification.replies import unreadable

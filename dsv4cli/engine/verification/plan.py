@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dsv4cli.engine.verification.batching import batching_checks
 from dsv4cli.engine.verification.calls import ApiCall
 from dsv4cli.engine.verification.check import FAMILIES, Check
 from dsv4cli.engine.verification.checked_server import CheckedServer
-from dsv4cli.engine.verification.company import company_checks
 from dsv4cli.engine.verification.encoding import encoding_checks
 from dsv4cli.engine.verification.limits import limit_checks
 from dsv4cli.engine.verification.long_context import long_checks
@@ -74,7 +74,7 @@ def plan_checks(
         *stream_checks(server, quick=scope.quick),
         *([] if scope.quick else api_checks(server)),
         *tool_checks(server, quick=scope.quick, baseline=reference.calls if reference else None),
-        *company_checks(server, quick=scope.quick),
+        *batching_checks(server, quick=scope.quick),
         *([number_check(server, reference, quick=scope.quick)] if reference is not None or recorded else []),
         *limit_checks(server, quick=scope.quick),
         *(long_checks(server) if scope.long or "long" in scope.only else []),

@@ -53,7 +53,7 @@ def prefix_check(server: CheckedServer, *, quick: bool) -> Check:
             yield from _judge(server, one, replies)
 
     return Check(
-        "company.prefix",
+        "batching.prefix",
         "A cached prefix ends inside a block, a sliding window or a compressed group, each of which has its own state.",
         "Second turns, agents and long system messages get answers to another prompt.",
         [fixed(chats, 1), CheckStep(score, 1, most=len(pairs) if scored else 0)],
@@ -66,7 +66,7 @@ def _pair(server: CheckedServer, length: int, repeated: bool) -> _Prefix:
     head = _head(server, length)
     texts = [head + tail for tail in TAILS]
     first, hit, again = (
-        server.chat(f"company.prefix/{length}-{name}", text, most=MOST, logprobs=True)
+        server.chat(f"batching.prefix/{length}-{name}", text, most=MOST, logprobs=True)
         for name, text in (("first", texts[0]), ("hit", texts[1]), ("again", texts[0]))
     )
     return _Prefix(length, texts, first, hit, again if repeated else None)
@@ -115,7 +115,7 @@ def _scoring(server: CheckedServer, one: _Prefix, replies: Replies) -> ApiCall |
     for _, answer in readable([one.hit], replies):
         if answer.content and answer.tokens and not answer.calls:
             text = server.prompt([_user(one.texts[1])], (), "off") + answer.content
-            return server.raw(f"company.prefix/{one.length}-scored", text, 1, echo=True, logprobs=5)
+            return server.raw(f"batching.prefix/{one.length}-scored", text, 1, echo=True, logprobs=5)
     return None
 
 

@@ -36,7 +36,7 @@ NEEDS = {
     "replies.content": ("replies.thinking-off",),
     "replies.markup": ("replies.thinking-off",),
     "tools": ("tools.answers",),
-    "company": ("company.repeat",),
+    "batching": ("batching.repeat",),
 }
 
 

@@ -36,12 +36,12 @@ MEANING = "Under load, users get answers that other users' requests have changed
 Wanted = Sequence[tuple[ApiCall, ApiCall]]
 
 
-def company_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
+def batching_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks that other requests do not change an answer."""
     texts = prompts()[: PROMPTS_QUICK if quick else PROMPTS]
-    alone = _calls(server, "company.alone", texts)
-    again = _calls(server, "company.repeat", texts[: REPEATED_QUICK if quick else REPEATED])
-    together = _calls(server, "company.together", texts)
+    alone = _calls(server, "batching.alone", texts)
+    again = _calls(server, "batching.repeat", texts[: REPEATED_QUICK if quick else REPEATED])
+    together = _calls(server, "batching.together", texts)
     repeats = list(zip(alone, again, strict=False))
 
     def noise(replies: Replies) -> float:
@@ -49,7 +49,7 @@ def company_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
 
     found = [
         Check(
-            "company.repeat",
+            "batching.repeat",
             "Without other requests, the same request must have the same answer at temperature 0.",
             "No answer can be reproduced, and no difference between two servers can be explained.",
             [fixed(alone, 1), fixed(again, 1)],
@@ -57,7 +57,7 @@ def company_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
             figures=lambda replies: _spread(repeats, replies),
         ),
         Check(
-            "company.together",
+            "batching.together",
             REASON,
             MEANING,
             [fixed(together, TOGETHER)],
@@ -158,18 +158,18 @@ def _cancelled(
     count: int,
 ) -> Check:
     cut = [
-        server.chat(f"company.cancelled/cut-{n}", text, most=64, level="high", stream=True)
+        server.chat(f"batching.cancelled/cut-{n}", text, most=64, level="high", stream=True)
         for n, text in enumerate(texts[-count:])
     ]
     cut = [ApiCall(call.key, call.path, call.body, most=FIRST_BYTES, tokens_in=call.tokens_in) for call in cut]
     calls = [
-        server.chat(f"company.cancelled/{n}", text, most=MOST, logprobs=True) for n, text in enumerate(texts[:count])
+        server.chat(f"batching.cancelled/{n}", text, most=MOST, logprobs=True) for n, text in enumerate(texts[:count])
     ]
     # some start with the cancelled requests, the others after them
     beside, after = calls[: count // 2], calls[count // 2 :]
     mixed = [call for pair in zip(cut, [*beside, *([None] * count)], strict=False) for call in pair if call is not None]
     return Check(
-        "company.cancelled",
+        "batching.cancelled",
         "A cancelled request frees its cache blocks while a step still writes to them.",
         MEANING,
         [fixed(mixed, TOGETHER), fixed(after, TOGETHER)],
@@ -183,15 +183,15 @@ def _long_neighbors(
 ) -> Check:
     limit = min(2000, (server.limit or 1 << 16) // 3)
     long = [
-        server.chat(f"company.long/long-{n}", f"{_words(100 + n, limit)}. Which word is the last?", most=4)
+        server.chat(f"batching.long/long-{n}", f"{_words(100 + n, limit)}. Which word is the last?", most=4)
         for n in range(LONG_NEIGHBORS)
     ]
     short = [
-        server.chat(f"company.long/{n}", text, most=MOST, logprobs=True)
+        server.chat(f"batching.long/{n}", text, most=MOST, logprobs=True)
         for n, text in enumerate(texts[:SHORT_NEIGHBORS])
     ]
     return Check(
-        "company.long-neighbors",
+        "batching.long-neighbors",
         "A long prompt is prefilled in chunks between the decode steps of other requests.",
         MEANING,
         [CheckStep(lambda replies: [*long, *short], TOGETHER)],
