@@ -22,8 +22,9 @@ Exit codes:
 
 MODEL_HELP = (
     "Model to use: a checkpoint folder or a GGUF file; a built-in model (nano, nano-0731); flash, pro, "
-    "flash-0731 or org/name[@revision] from the Hugging Face cache; or random:PRESET[,KEY=N,...] "
-    "for random weights without files (keys: layers, experts, seed)."
+    "flash-0731 or org/name[@revision] from the Hugging Face cache; org/name:NAME for one GGUF model of a repository "
+    "(run, chat, serve, eval and trace download it if needed); or random:PRESET[,KEY=N,...] for random weights without "
+    "files (keys: layers, experts, seed)."
 )
 
 ModelArg = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP, autocompletion=complete_model)]

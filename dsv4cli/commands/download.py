@@ -27,7 +27,8 @@ RepositoryArg = Annotated[
     typer.Argument(
         metavar="MODEL",
         autocompletion=complete_repository,
-        help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face Hub.",
+        help="flash, pro, flash-0731 or org/name[@revision] on the Hugging Face Hub; org/name:NAME for one of several "
+        "GGUF models, such as org/name:Q4_K_M.",
     ),
 ]
 OnlyOpt = Annotated[
@@ -49,6 +50,7 @@ DOWNLOAD_EXAMPLES = (
     "dsv4 download flash-0731 --local-dir ~/models/DeepSeek-V4-Flash-0731",
     "dsv4 download pro --layers 0-3 --no-mtp",
     "dsv4 download deepseek-ai/DeepSeek-V4-Pro --only config,tokenizer,index",
+    "dsv4 download unsloth/DeepSeek-V4-Flash-GGUF:UD-Q2_K_XL",
 )
 
 
@@ -77,6 +79,9 @@ def download(
     .safetensors files, other is the rest. All files come from one commit. At the end, the command prints the verdict
     of `dsv4 inspect`; for a part, it covers only the layers that you selected.
 
+    If a repository has several GGUF models, name one: org/name:Q4_K_M downloads all files of that model and no others.
+    `dsv4 inspect org/name` lists them with their sizes.
+
     If huggingface_hub is offline (HF_HUB_OFFLINE=1), the command verifies the files in its cache in the same way.
 
     The cache, login (`hf auth login`), endpoint and proxies are those of huggingface_hub: HF_HOME, HF_HUB_CACHE,
@@ -103,8 +108,9 @@ def _carry_out(out: Output, plan: "DownloadPlan", workers: int, policy: "RetryPo
     from dsv4cli.engine.hub import job
     from dsv4cli.engine.inspection.download import judge
 
+    name = f"{plan.variant.name}: " if plan.variant else ""
     out.status(
-        f"{counted(len(plan.wanted), 'file')}, {size_text(plan.missing)} of {size_text(plan.nbytes)} to download"
+        f"{name}{counted(len(plan.wanted), 'file')}, {size_text(plan.missing)} of {size_text(plan.nbytes)} to download"
     )
     try:
         with out.progress(f"downloading {plan.name}") as report:
@@ -187,8 +193,7 @@ def _as_model(plan: "DownloadPlan") -> str:
     """Return the download as a MODEL argument for a shell."""
     from dsv4cli.engine.checkpoint.names import folder_word
 
-    at = "" if plan.listing.revision is None or "@" in plan.name else f"@{plan.listing.revision}"
-    return folder_word(plan.destination.folder) if plan.is_folder else shell_word(plan.name + at)
+    return folder_word(plan.model) if plan.is_folder else shell_word(plan.model_name)
 
 
 def _document(
@@ -201,7 +206,7 @@ def _document(
 ) -> dict[str, Any]:
     from dsv4cli.engine.hub.selection import KINDS, kind_of
 
-    selection, problem = plan.selection, verdict and verdict.problem
+    selection = plan.selection
     return {
         "schema": SCHEMA,
         "model": plan.name,
@@ -211,6 +216,7 @@ def _document(
         "folder": str(plan.destination.folder),
         "dry_run": dry_run,
         "offline": plan.listing.cached,
+        "variant": plan.variant and plan.variant.name,
         "complete": outcomes is not None,
         "part": {
             "layers": None if selection.layers is None else [selection.layers.start, selection.layers.stop - 1],
@@ -233,11 +239,15 @@ def _document(
         "free_bytes": plan.free,
         "fits": plan.fits,
         "seconds": seconds,
-        "verdict": verdict
-        and {
-            "sound": None if verdict.tensors == 0 and not problem else problem is None,
-            "sentence": verdict.sentence,
-            "tensors": verdict.tensors,
-            "problem": problem and {"message": problem.message, "remedy": problem.remedy},
-        },
+        "verdict": verdict and _verdict(verdict),
+    }
+
+
+def _verdict(verdict: "DownloadVerdict") -> dict[str, Any]:
+    problem = verdict.problem
+    return {
+        "sound": None if verdict.tensors == 0 and not problem else problem is None,
+        "sentence": verdict.sentence,
+        "tensors": verdict.tensors,
+        "problem": problem and {"message": problem.message, "remedy": problem.remedy},
     }

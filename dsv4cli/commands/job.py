@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from dsv4cli.commands.compiling import NoCompilation, compiled_in_background
 from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.hidden_folder import note_hidden_folder
+from dsv4cli.commands.obtain import obtain_model
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, size_text
@@ -239,12 +240,13 @@ def open_job(
         compiler: A process from `early_compiler`, if one was started.
         find: Resolves the model's name.
     """
-    from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
+    from dsv4cli.engine.checkpoint.source import check_drafter
     from dsv4cli.engine.settings import Limits, parse_drafting
 
     stop = tuple(options.stop or ())
     limits = Limits(options.max_tokens, options.max_context, options.prefill_chunk, logprobs, stop)
-    drafting, source = parse_drafting(options.draft), (find or resolve_model)(options.model)
+    drafting = parse_drafting(options.draft)
+    source = find(options.model) if find else obtain_model(out, options.model)
     note_hidden_folder(out, options.model)
     check_drafter(source, drafting)
     memory = memory_limits(options.gpu_memory, options.host_memory)

@@ -177,7 +177,7 @@ def _local(out: Output, session: Session, named: bool, options: ModelOptions, ra
 
 def _job(out: Output, session: Session, named: bool, options: ModelOptions, compiler: "Popen[str] | None") -> Job:
     """Return the job that the session's choices describe. Raises Dsv4Error."""
-    find = partial(find_model, kept=not named and bool(session.messages))
+    find = partial(find_model, out, kept=not named and bool(session.messages))
     job = open_job(out, _led(options, session), compiler=compiler, find=find)
     session.choices = replace(session.choices, model=model_name(job.source))
     return job

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from dsv4cli.commands.chat.ranks import open_conversation
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.commands.job import Job
+from dsv4cli.commands.obtain import obtain_model
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
+from dsv4cli.output import Output
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.conversation import Conversation
@@ -20,12 +22,10 @@ if TYPE_CHECKING:
     from dsv4cli.engine.settings import Sampling
 
 
-def find_model(name: str, kept: bool) -> "FolderSource | RandomSource":
+def find_model(out: Output, name: str, kept: bool) -> "FolderSource | RandomSource":
     """Return the model with a name. kept: the name was saved with the session, not typed now. Raises Dsv4Error."""
-    from dsv4cli.engine.checkpoint.source import resolve_model
-
     try:
-        return resolve_model(name)
+        return obtain_model(out, name)
     except Dsv4Error as error:
         if kept:
             error.remedy += "; to continue with another model, use --model NAME"
@@ -78,14 +78,14 @@ class Models:
 
         Raises UsageError with several ranks, and the errors of loading.
         """
-        from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
+        from dsv4cli.engine.checkpoint.source import check_drafter
 
         if self._ranks > 1:
             raise UsageError(
                 f"/model needs a single process, but this conversation uses {self._ranks} ranks",
                 f"quit, then run: dsv4 chat --continue --tp {self._ranks} --model {shell_word(name)}",
             )
-        before, source, choices = self.job, resolve_model(name), chat.session.choices
+        before, source, choices = self.job, obtain_model(chat.out, name), chat.session.choices
         check_drafter(source, before.drafting)
         sampling = source.sampling.chosen(choices.temperature, choices.top_p, chat.sampling.seed, vars(choices))
         after = replace(before, source=source, think=choices.think, sampling=sampling, limits=chat.conversation.limits)

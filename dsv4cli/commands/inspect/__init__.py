@@ -14,6 +14,7 @@ from dsv4cli.commands.inspect.report import show_problem, show_report
 from dsv4cli.commands.inspect.template import show_template
 from dsv4cli.commands.inspect.tensor import show_layer, show_tensor, show_tree
 from dsv4cli.commands.inspect.values import show_values
+from dsv4cli.commands.inspect.variants import show_variants
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 from dsv4cli.model_names import complete_model
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.inspection.checks.survey import Depth
     from dsv4cli.engine.inspection.consumers.judge import Consumer
     from dsv4cli.engine.inspection.report import Inspection
+    from dsv4cli.engine.inspection.sources import Inspectable
 
 # default context length of --fit, in tokens
 FIT_CONTEXT = 8192
@@ -36,8 +38,9 @@ InspectedArg = Annotated[
         autocompletion=complete_model,
         help="Model to inspect: a checkpoint folder, a .safetensors file or a GGUF model; flash, pro, "
         "flash-0731 or org/name[@revision] from the Hugging Face cache, or from the Hub (headers only) if it is not "
-        "cached; hf://org/name if a local folder has that name; or random:PRESET[,KEY=N,...] for "
-        "random weights without files (keys: layers, experts, seed).",
+        "cached; org/name:NAME for one GGUF model of a repository; hf://org/name if a local folder has that name, or "
+        "to list the GGUF models on the Hub; or random:PRESET[,KEY=N,...] for random weights without files (keys: "
+        "layers, experts, seed).",
     ),
 ]
 ValuesOpt = Annotated[
@@ -109,6 +112,7 @@ INSPECT_EXAMPLES = (
     "dsv4 inspect flash --json",
     "dsv4 inspect flash --values full",
     "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
+    "dsv4 inspect unsloth/DeepSeek-V4-Flash-GGUF",
     "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
     "dsv4 inspect OUT --diff flash",
     "dsv4 inspect flash --tensor layers.3.attn.wq_a",
@@ -156,18 +160,16 @@ def inspect(
     them, so it takes seconds even for 865 GB. The exit code is 3 if the checkpoint is damaged, if dsv4 cannot run it (a
     layout that only `dsv4 convert` reads is still described), if --for, --fit or --diff answers no, or if --values
     finds an error. Without --values, a model with wrong weights can pass.
+
+    For a repository with several GGUF models, the command lists them with their sizes and the memory that each needs.
     """
-    from dsv4cli.engine.inspection.report import document, inspect_model
-    from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
+    from dsv4cli.engine.inspection.sources import resolve_inspectable
 
     if not fit:
         _check_unasked({"--gpus": gpus, "--ram": ram, "--max-context": tokens, "--batch": batch})
     out = Output(context.obj.colours, as_json, quiet)
     source = resolve_inspectable(model, out.status)
     note_hidden_folder(out, model)
-    if isinstance(source, RemoteSource):
-        out.status(f"reading the headers of {source.repository} over the network")
-    result = inspect_model(source)
     questions: dict[str, _Question | None] = {
         "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
         "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens or FIT_CONTEXT, batch=batch or 1) if fit else None,
@@ -178,7 +180,21 @@ def inspect(
         "template": _ask_template if template else None,
         "values": partial(_ask_values, depth=values) if values else None,
     }
-    answer, sections = _ask(out, result, {name: question for name, question in questions.items() if question})
+    _answer(out, source, {name: question for name, question in questions.items() if question})
+
+
+def _answer(out: Output, source: "Inspectable", asked: Mapping[str, _Question]) -> None:
+    """Inspect the model and print the report and the answers, or the GGUF models to choose from."""
+    from dsv4cli.engine.inspection.report import document, inspect_model
+    from dsv4cli.engine.inspection.sources import RemoteSource
+
+    if isinstance(source, RemoteSource):
+        if not asked and source.is_choice:
+            show_variants(out, source)
+            return
+        out.status(f"reading the headers of {source.repository} over the network")
+    result = inspect_model(source)
+    answer, sections = _ask(out, result, asked)
     out.document(document(result, sections))
     if not answer:
         raise typer.Exit(3)

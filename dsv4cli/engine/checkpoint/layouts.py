@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dsv4cli.engine.checkpoint.gguf.files import is_gguf
-from dsv4cli.engine.checkpoint.gguf.model import recognise_gguf
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity, recognise_gguf
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, identify, recognise
 from dsv4cli.engine.checkpoint.packed import is_packed, recognise_packed
 from dsv4cli.engine.config.checks import check_blocks
@@ -16,9 +16,16 @@ def identify_runnable(path: Path) -> FolderIdentity:
     """
     if not is_gguf(path):
         return identify(path)
-    found = recognise_gguf(path)
+    return runnable(recognise_gguf(path))
+
+
+def runnable(found: GgufIdentity) -> GgufIdentity:
+    """Return a GGUF model that the engine can run.
+
+    Raises UnsupportedCheckpoint for tensor types that cannot be decoded and for dimensions that no kernel supports.
+    """
     found.check_readable()
-    check_blocks(found.config, found.formats.linear, found.formats.experts, str(path))
+    check_blocks(found.config, found.formats.linear, found.formats.experts, str(found.checkpoint.folder))
     return found
 
 

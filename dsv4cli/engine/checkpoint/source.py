@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dsv4cli.engine.checkpoint.generation_config import own_sampling
 from dsv4cli.engine.checkpoint.gguf.files import SUFFIX
+from dsv4cli.engine.checkpoint.gguf.variants import ChoiceNeeded, choose_one, choose_variant, variants_of
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, Identity, describe
 from dsv4cli.engine.checkpoint.layouts import identify_runnable, recognise_stored
 from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE, RANDOM, folder_word, hidden_folder
@@ -17,13 +18,15 @@ from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.settings import Drafting, Sampling
-from dsv4cli.errors import ModelNotFound, UsageError
+from dsv4cli.errors import CheckpointError, ModelNotFound, UsageError
 from dsv4cli.harmless import shell_word
 
-REPOSITORY = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+REPOSITORY = re.compile(
+    r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<variant>[\w.+-][\w.+/-]*))?", re.ASCII
+)
 RANDOM_OPTIONS = ("layers", "experts", "seed")
 RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
-KNOWN = f"{', '.join(IN_PACKAGE)}, {', '.join(ALIASES)}, org/name[@revision], {RANDOM_FORM}"
+KNOWN = f"{', '.join(IN_PACKAGE)}, {', '.join(ALIASES)}, org/name[@revision][:NAME], {RANDOM_FORM}"
 MAX_SEED = 2**63 - 1
 
 
@@ -108,28 +111,55 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
 
 
 def resolve_repository(text: str) -> FolderSource:
-    """Return the cached snapshot of a repository, named by an alias or org/name[@revision].
+    """Return the cached snapshot of a repository, named by an alias or org/name[@revision][:VARIANT].
 
-    Raises ModelNotFound if there is none, UsageError for a name that huggingface_hub rejects.
+    Raises ModelNotFound if there is none or it lacks the GGUF variant, UsageError for a name that huggingface_hub
+    rejects and for a snapshot with several GGUF variants if none is chosen.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    repository, _, revision = ALIASES.get(text, text).partition("@")
+    match = REPOSITORY.fullmatch(ALIASES.get(text, text))
+    assert match is not None, text
+    repository, revision, variant = match["name"], match["revision"], match["variant"]
     try:
-        snapshot_folder = snapshot_download(repository, revision=revision or None, local_files_only=True)
+        snapshot_folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except HFValidationError:
         raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
         snapshot = f"{repository} at {revision}" if revision else repository
-        other = "" if text in ALIASES else f" and there is no folder {text}"
+        other = "" if text in ALIASES or variant else f" and there is no folder {text}"
         folder = hidden_folder(text)
         remedy = f", or write the folder here as {folder}" if folder else ""
         raise ModelNotFound(
             f"{snapshot} is not in the Hugging Face cache{other}",
             f"fetch it with `dsv4 download {shell_word(text)}`{remedy}",
         ) from None
-    return FolderSource(text, Path(snapshot_folder))
+    return FolderSource(text, cached_model(snapshot_folder, variant, text))
+
+
+def cached_model(folder: Path, variant: str | None, text: str) -> Path:
+    """Return the model in a cached snapshot: the folder, or the first file of its GGUF variant.
+
+    text: what the user calls it. Raises as `resolve_repository`.
+    """
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*" + SUFFIX) if path.is_file()]
+    found = variants_of(names)
+    name = text.removesuffix(f":{variant}")
+    if variant is not None:
+        try:
+            return folder / choose_variant(found, variant, name).files[0]
+        except (UsageError, CheckpointError):
+            here = f", which has {', '.join(one.name for one in found if not one.missing)}" if found else ""
+            raise ModelNotFound(
+                f"{text} is not complete in the Hugging Face cache{here}",
+                f"fetch it with `dsv4 download {shell_word(text)}`",
+            ) from None
+    if not found or any(folder.glob("*.safetensors")):
+        return folder
+    if len(found) > 1:
+        raise ChoiceNeeded(f"{name} has {len(found)} GGUF models in the Hugging Face cache", choose_one(found, name))
+    return folder if "/" not in found[0].path else folder / found[0].files[0]
 
 
 def _random(text: str) -> RandomSource:

@@ -8,12 +8,9 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import get_session
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # type: ignore[attr-defined] # public too
-
-from dsv4cli.engine.checkpoint.gguf.files import PART, SUFFIX
+from dsv4cli.engine.checkpoint.gguf.files import GgufModel
+from dsv4cli.engine.checkpoint.gguf.variants import Variant
 from dsv4cli.engine.checkpoint.headers import (
     LFS_POINTER,
     MAX_HEADER,
@@ -24,12 +21,14 @@ from dsv4cli.engine.checkpoint.headers import (
 )
 from dsv4cli.engine.hub.context import DownloadContext
 from dsv4cli.engine.hub.destination import FolderDestination
-from dsv4cli.engine.hub.files import LIBRARY, Listing, RemoteFile, list_files
-from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet, repository_of
-from dsv4cli.engine.hub.retry import BadConnection, RetryPolicy
+from dsv4cli.engine.hub.files import Listing, RemoteFile
+from dsv4cli.engine.hub.gguf import read_models
+from dsv4cli.engine.hub.job import another, fetch_small, index_in, quiet
+from dsv4cli.engine.hub.ranges import fetch_range
+from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.engine.hub.selection import kind_of
 from dsv4cli.engine.system.threads import Meter, do_all
-from dsv4cli.errors import CheckpointError, UnsupportedCheckpoint
+from dsv4cli.errors import CheckpointError, Dsv4Error
 
 # bytes of the first request: the headers of Flash's files have about 200 kB, those of Pro's 300 kB
 FIRST = 1 << 18
@@ -43,31 +42,41 @@ class RemoteHeaders:
     """The fetched headers and small files of a model on the hub; its weights are not downloaded.
 
     folder: temporary folder with config.json, the index and other small files; removed together with this object.
-    checkpoint: the headers; its paths are names on the hub, not local files.
+    checkpoint: the headers; its paths are names on the hub, not local files. gguf: the model, if it is a GGUF variant.
     """
 
     listing: Listing
     folder: Path
     checkpoint: Checkpoint
+    gguf: GgufModel | None = None
 
 
-def remote_headers(text: str, policy: RetryPolicy) -> RemoteHeaders:
-    """Fetch headers and small files of the repository that `text` names, without the weights.
+def remote_headers(listing: Listing, variant: Variant | None, policy: RetryPolicy) -> RemoteHeaders:
+    """Fetch headers and small files of a repository, without the weights. variant: its GGUF model, None for others.
 
-    Raises UsageError for an invalid repository, HubError if the hub does not serve it, UnsupportedCheckpoint for a
-    repository with GGUF files only, CheckpointError, naming the file, for what `open_checkpoint` refuses.
+    Raises HubError if the hub does not serve a file, CheckpointError, naming the file, for what `open_checkpoint` or
+    `read_gguf` refuses.
     """
-    listing = list_files(*repository_of(text, None), policy)
     small = [file for file in listing.files if kind_of(file.name) in ("config", "index") and file.size <= MAX_SMALL]
     folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
     try:
-        fetch_small(listing, small, folder, policy)
-        source = RemoteHeaders(listing, folder, read_remote(listing, index_in(folder, listing), policy))
+        if variant is not None:
+            source = _gguf_headers(listing, folder, variant, policy)
+        else:
+            fetch_small(listing, small, folder, policy)
+            source = RemoteHeaders(listing, folder, read_remote(listing, index_in(folder, listing), policy))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     weakref.finalize(source, shutil.rmtree, folder, ignore_errors=True)
     return source
+
+
+def _gguf_headers(listing: Listing, folder: Path, variant: Variant, policy: RetryPolicy) -> RemoteHeaders:
+    model: GgufModel | Dsv4Error = read_models(listing, [variant], policy, lambda model: model)[0]
+    if isinstance(model, Dsv4Error):
+        raise model
+    return RemoteHeaders(listing, folder, model.checkpoint, model)
 
 
 def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) -> Checkpoint:
@@ -78,12 +87,6 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
     folder = Path(listing.repository)
     files, missing = _files(listing, index)
     if not files:
-        gguf = [file.name for file in listing.files if file.name.endswith(SUFFIX)]
-        if gguf:
-            raise UnsupportedCheckpoint(
-                f"{folder} holds GGUF files ({gguf[0]}), whose headers are not read over the network",
-                _fetch_gguf(listing, gguf),
-            )
         raise CheckpointError(f"{folder} contains no safetensors file", "use another repository or revision")
     stop = threading.Event()
     context = DownloadContext(
@@ -107,21 +110,6 @@ def read_remote(listing: Listing, index: dict[str, str], policy: RetryPolicy) ->
     return Checkpoint(folder, tensors, tuple(folder / file.name for file in files), index, problems, missing)
 
 
-def _fetch_gguf(listing: Listing, names: list[str]) -> str:
-    """Return the remedy for GGUF files: the commands that download and run one.
-
-    If the files are one model, `dsv4 download` fetches the whole repository and its name works as MODEL.
-    """
-    models = {(match["stem"] if (match := PART.fullmatch(name)) else name) for name in names}
-    if len(models) == 1 and not any("/" in name for name in names):
-        name = f"{listing.repository}@{listing.revision}" if listing.revision else listing.repository
-        fetch, there = f"dsv4 download {name}", name
-    else:
-        revision = f" --revision {listing.revision}" if listing.revision else ""
-        fetch, there = f"hf download {listing.repository}{revision} FILE --local-dir DIR", "DIR/FILE"
-    return f"download a model: `{fetch}`, then run it: `dsv4 run --model {there}`"
-
-
 def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], tuple[str, ...]]:
     """Return the weight files that `open_checkpoint` would read, and the indexed files that do not exist."""
     here = {file.name: file for file in listing.files if kind_of(file.name) == "weights" and "/" not in file.name}
@@ -136,7 +124,7 @@ def _files(listing: Listing, index: dict[str, str]) -> tuple[list[RemoteFile], t
 
 
 def _read_header(context: DownloadContext, file: RemoteFile, path: Path) -> list[TensorInfo]:
-    start = _range(context, file, 0, min(FIRST, file.size))
+    start = fetch_range(context, file, 0, min(FIRST, file.size))
     if start.startswith(LFS_POINTER):
         raise CheckpointError(f"{path} is a git-lfs pointer, not the weights", another(context.listing))
     length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
@@ -144,7 +132,7 @@ def _read_header(context: DownloadContext, file: RemoteFile, path: Path) -> list
         sentence = f"{path} is truncated or corrupt: its header claims {length} bytes, the file has {file.size}"
         raise CheckpointError(sentence, another(context.listing))
     end = 8 + length
-    text = start[8:end] if end <= len(start) else start[8:] + _range(context, file, len(start), end)
+    text = start[8:end] if end <= len(start) else start[8:] + fetch_range(context, file, len(start), end)
     try:
         infos = parse_header(path, text, end)
     except CheckpointError as error:
@@ -153,22 +141,3 @@ def _read_header(context: DownloadContext, file: RemoteFile, path: Path) -> list
     if last != file.size:
         raise CheckpointError(f"{path} has {file.size} bytes instead of {last}", another(context.listing))
     return infos
-
-
-def _range(context: DownloadContext, file: RemoteFile, begin: int, end: int) -> bytes:
-    """Fetch the bytes [begin, end) of a file on the hub."""
-
-    def request() -> bytes:
-        headers = build_hf_headers(**LIBRARY) | {"Accept-Encoding": "identity", "Range": f"bytes={begin}-{end - 1}"}
-        options: dict[str, Any] = {"headers": headers, "timeout": context.timeout, "follow_redirects": True}
-        with get_session().stream("GET", context.url(file), **options) as response:
-            hf_raise_for_status(response)
-            skip = 0 if response.headers.get("Content-Range", "").startswith(f"bytes {begin}-") else begin
-            got = bytearray()
-            for piece in response.iter_bytes():
-                got += piece
-                if len(got) >= skip + end - begin:
-                    return bytes(got[skip : skip + end - begin])
-        raise BadConnection(f"{file.name} ended after {len(got)} bytes", response.url)
-
-    return context.listing.retrier(context.policy, context.stop).call(request) if end > begin else b""

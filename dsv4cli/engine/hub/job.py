@@ -11,14 +11,14 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
+from dsv4cli.engine.checkpoint.gguf.variants import Variant
 from dsv4cli.engine.checkpoint.headers import INDEX, read_index
-from dsv4cli.engine.checkpoint.names import ALIASES
-from dsv4cli.engine.checkpoint.source import REPOSITORY
 from dsv4cli.engine.hub.cached import cached_listing
 from dsv4cli.engine.hub.context import DownloadContext
 from dsv4cli.engine.hub.destination import CacheDestination, Destination, FolderDestination, free_bytes
 from dsv4cli.engine.hub.fetch import REPAIRS, Outcome, settle
 from dsv4cli.engine.hub.files import Listing, RemoteFile, list_files
+from dsv4cli.engine.hub.repository import repository_of, variant_of
 from dsv4cli.engine.hub.retry import AGAIN, RetryPolicy
 from dsv4cli.engine.hub.selection import Selection, select_files
 from dsv4cli.engine.hub.xet import written
@@ -32,7 +32,8 @@ Report = Callable[[int, int], None]
 class DownloadPlan:
     """The plan of a download.
 
-    name: the user's name of the model. held: bytes of each wanted file that exist already, judged by size.
+    name: the user's name of the model. held: bytes of each wanted file that exist already, judged by size. variant: the
+    GGUF model that is wanted, None for files chosen otherwise.
     """
 
     name: str
@@ -42,6 +43,19 @@ class DownloadPlan:
     wanted: tuple[RemoteFile, ...]
     held: Mapping[str, int]
     free: int
+    variant: Variant | None = None
+
+    @property
+    def model(self) -> Path:
+        """The downloaded model: the folder, or the first file of a GGUF variant."""
+        return self.destination.folder / (self.variant.files[0] if self.variant else "")
+
+    @property
+    def model_name(self) -> str:
+        """The name of the downloaded model as MODEL, with its revision."""
+        if self.listing.revision is None or "@" in self.name:
+            return self.name
+        return str(repository_of(self.name, self.listing.revision))
 
     @cached_property
     def left_out(self) -> tuple[RemoteFile, ...]:
@@ -80,18 +94,6 @@ class DownloadPlan:
             )
 
 
-def repository_of(text: str, revision: str | None) -> tuple[str, str | None]:
-    """Return the repository and revision that a user names. Raises UsageError for an invalid repository."""
-    match = REPOSITORY.fullmatch(ALIASES.get(text, text))
-    if match is None:
-        raise UsageError(
-            f"{text!r} is not a repository on the hub", f"write it as org/name[@revision], or use {', '.join(ALIASES)}"
-        )
-    if revision and match["revision"] and revision != match["revision"]:
-        raise UsageError(f"{text} and --revision {revision} specify two revisions", "give only one")
-    return match["name"], revision or match["revision"]
-
-
 def plan(
     text: str, revision: str | None, selection: Selection, local_dir: Path | None, policy: RetryPolicy
 ) -> DownloadPlan:
@@ -100,18 +102,27 @@ def plan(
     If huggingface_hub is offline, the cached snapshot is used as the listing. Raises UsageError, also for a file in the
     way that was not downloaded, HubError, and CheckpointError for an invalid index.
     """
-    repository = repository_of(text, revision)
-    listing = cached_listing(*repository) if constants.HF_HUB_OFFLINE else list_files(*repository, policy)
-    index: Mapping[str, str] = {}
-    file = listing.by_name.get(INDEX)
-    if file is not None and (listing.cached or not selection.is_all_weights):
-        with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
-            fetch_small(listing, [file], Path(folder), policy)
-            index = index_in(Path(folder), listing)
-    wanted = select_files(listing, selection, index)
+    name = repository_of(text, revision)
+    of_hub = (name.repository, name.revision)
+    listing = cached_listing(*of_hub) if constants.HF_HUB_OFFLINE else list_files(*of_hub, policy)
+    variant = variant_of(listing, name, selection)
+    if variant is not None:
+        wanted = tuple(listing.by_name[file] for file in variant.files)
+    else:
+        wanted = select_files(listing, selection, _index_of(listing, selection, policy))
     destination = CacheDestination(listing) if local_dir is None else FolderDestination(listing, local_dir.expanduser())
     held = {file.name: _held(destination, file) for file in wanted}
-    return DownloadPlan(text, listing, selection, destination, wanted, held, free_bytes(destination))
+    return DownloadPlan(text, listing, selection, destination, wanted, held, free_bytes(destination), variant)
+
+
+def _index_of(listing: Listing, selection: Selection, policy: RetryPolicy) -> Mapping[str, str]:
+    """Fetch the weight index if the selection needs it, and return the file of each tensor."""
+    file = listing.by_name.get(INDEX)
+    if file is None or (selection.is_all_weights and not listing.cached):
+        return {}
+    with tempfile.TemporaryDirectory(prefix="dsv4-") as folder:
+        fetch_small(listing, [file], Path(folder), policy)
+        return index_in(Path(folder), listing)
 
 
 def index_in(folder: Path, listing: Listing) -> dict[str, str]:

@@ -46,7 +46,7 @@ def _strangers(plan: DownloadPlan) -> set[str]:
 def _judge(plan: DownloadPlan) -> DownloadVerdict:
     folder = plan.destination.folder
     if plan.selection.is_whole:
-        return _judge_whole(FolderSource(plan.name, folder))
+        return _judge_whole(FolderSource(plan.name, plan.model))
     if not any(kind_of(file.name) == "weights" for file in plan.wanted):
         return DownloadVerdict("no weights were asked for, so there are no tensors to check")
     if not any((folder / name).is_file() for name in ("config.json", "inference/config.json")):

@@ -27,6 +27,11 @@ BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": Tr
 REMEDY = "use another file of the model, or the release: `dsv4 download flash`"
 
 
+def has_vocabulary(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a GGUF model contains a vocabulary of DeepSeek-V4."""
+    return isinstance(metadata.get(WHOLE), str) or (metadata.get(PRE) in READ_AS_DEEPSEEK and TOKENS in metadata)
+
+
 def tokenizer_text(metadata: Mapping[str, Any], where: str) -> str | None:
     """Return the tokenizer.json of a GGUF model: the embedded one, or one built from its tokens and merges.
 
@@ -35,7 +40,7 @@ def tokenizer_text(metadata: Mapping[str, Any], where: str) -> str | None:
     """
     if isinstance(metadata.get(WHOLE), str):
         return str(metadata[WHOLE])
-    if metadata.get(PRE) not in READ_AS_DEEPSEEK or TOKENS not in metadata:
+    if not has_vocabulary(metadata):
         return None
     names, types, merges = (metadata.get(key) for key in (TOKENS, TYPES, MERGES))
     sound = {

@@ -68,6 +68,10 @@ def test_who_loads_it(folder):
     assert "tokenizer.ggml.pre is 'default'" in answers["llama.cpp"]["notes"][0]
     assert "dimensions of Flash and Pro" in answers["ds4"]["reasons"][0]
     assert "deepseek4-quantize" in answers["ds4"]["remedy"]
+    # a file alone has its vocabulary
+    alone = folder.parent / "alone.gguf"
+    alone.write_bytes((folder / FILE).read_bytes())
+    assert inspect(alone, "--for", "dsv4")[1]["verdict"]["loads"] is True
     # nothing else reads it, and what does not read it is made into it
     _, found = inspect(NANO, "--for", "llama.cpp")
     assert found["verdict"]["remedy"].endswith("--to gguf")

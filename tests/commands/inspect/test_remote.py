@@ -17,7 +17,6 @@ from dsv4cli.engine.hub import headers, retry
 from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, UnsupportedCheckpoint
 from tests.support import damage, foreign
-from tests.support.conversions import convert
 from tests.support.hub_server import HubServer, point_at
 from tests.support.program import Program
 from tests.support.variants import write_variant
@@ -172,50 +171,6 @@ def test_damage_is_named(hub, tmp_path, harm, words):
     assert all(word in caught.value.message for word in words)
     assert caught.value.remedy
     assert str(tmp_path) not in caught.value.message + caught.value.remedy
-
-
-ONE = "`dsv4 download {name}`, then run it: `dsv4 run --model {name}`"
-SOME = "`hf download {name} FILE --local-dir DIR`, then run it: `dsv4 run --model DIR/FILE`"
-
-
-@pytest.mark.parametrize(
-    ("names", "fetch"),
-    [
-        (["model-Q4_K_M.gguf"], ONE),
-        (["model-00001-of-00002.gguf", "model-00002-of-00002.gguf"], ONE),
-        (["Q4_K_M/model-00001-of-00002.gguf"], SOME),
-        (["model-Q4_K_M.gguf", "model-Q8_0.gguf"], SOME),
-    ],
-)
-def test_gguf_files_are_named(hub, dsv4, names, fetch):
-    """The same of every consumer: their headers are not read over the network."""
-    hub.add(NAME, {"config.json": GOLDEN["config.json"]} | dict.fromkeys(names, b"GGUF"))
-    remedy = f"→ download a model: {fetch.format(name=NAME)}\n"
-    asked = dsv4("inspect", NAME, "--for", "llama.cpp")
-    assert asked.code == 3
-    assert "may or may not load" in asked.out
-    assert asked.out.endswith(remedy)
-    done = dsv4("inspect", NAME)
-    assert done.code == 3
-    assert done.out.startswith(
-        f"{NAME} would not load\n  {NAME} holds GGUF files ({names[0]}), whose headers are not read over the network\n"
-        + remedy
-    )
-    assert json.loads(dsv4("inspect", NAME, "--json").out)["problem"]["kind"] == "unsupported"
-
-
-def test_a_gguf_model_is_known_once_it_is_here(hub, dsv4, tmp_path):
-    convert(Path("dsv4cli/nano"), tmp_path / "gguf", "--to", "gguf", "--verify", "off")
-    repository = hub.add(NAME, {"README.md": b"empty"})
-    repository.commit({"model.gguf": (tmp_path / "gguf" / "model-MXFP4.gguf").read_bytes()}, branch="v2")
-    remedy = dsv4("inspect", f"{NAME}@v2", "--for", "llama.cpp").out.splitlines()[-1]
-    _, fetch, _, ask, _ = remedy.split("`")
-    dsv4(*fetch.split()[1:])
-    asked = dsv4(*ask.split()[1:], "What is 17 + 25?", "--temperature", "0")
-    assert asked.out == "17 + 25 = 42.\n"
-    done = dsv4("inspect", f"{NAME}@v2", "--for", "llama.cpp")
-    assert done.code == 0
-    assert done.out.startswith("llama.cpp (September 2026) would load")
 
 
 def test_damaged_headers_are_asked_for_once(hub, dsv4, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 
 from dsv4cli.engine.checkpoint.headers import open_checkpoint, scan_checkpoint
 from dsv4cli.engine.hub import headers
-from dsv4cli.engine.hub.headers import remote_headers
+from dsv4cli.engine.hub.files import list_files
+from dsv4cli.engine.hub.repository import repository_of
 from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.errors import CheckpointError, HubError, UsageError
 from tests.support import damage
@@ -34,6 +35,11 @@ def offer(hub, folder: Path, name: str = "org/name") -> str:
     """Puts a folder on the hub."""
     files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return hub.add(name, files).branches["main"]
+
+
+def remote_headers(text: str, policy: RetryPolicy) -> headers.RemoteHeaders:
+    name = repository_of(text, None)
+    return headers.remote_headers(list_files(name.repository, name.revision, policy), None, policy)
 
 
 def described(checkpoint):

@@ -44,10 +44,18 @@ def read_model(path: Path) -> GgufModel:
     """
     files = _files(path)
     stamps = {file: stamp(os.stat(file)) for file in files}
-    headers = [read_gguf(file) for file in files]
+    return joined(path, {file: read_gguf(file) for file in files}, stamps)
+
+
+def joined(path: Path, headers: Mapping[Path, GgufHeader], stamps: Mapping[Path, Stamp]) -> GgufModel:
+    """Return the model in the headers of all its files, in order.
+
+    Raises CheckpointError for files that do not belong together.
+    """
+    files, found = tuple(headers), list(headers.values())
     if len(files) > 1:
-        _check_parts(files, headers)
-    return GgufModel(headers[0].metadata, _checkpoint(path, headers, stamps))
+        _check_parts(files, found)
+    return GgufModel(found[0].metadata, _checkpoint(path, headers, stamps))
 
 
 def _check_parts(files: tuple[Path, ...], headers: list[GgufHeader]) -> None:
@@ -71,16 +79,16 @@ def _check_parts(files: tuple[Path, ...], headers: list[GgufHeader]) -> None:
 def scan_gguf(folder: Path, files: Iterable[Path]) -> Checkpoint:
     """Return the tensors of some files of a model. Raises as `read_gguf`."""
     stamps = {file: stamp(os.stat(file)) for file in files}
-    return _checkpoint(folder, [read_gguf(file) for file in stamps], stamps)
+    return _checkpoint(folder, {file: read_gguf(file) for file in stamps}, stamps)
 
 
-def _checkpoint(folder: Path, headers: Iterable[GgufHeader], stamps: Mapping[Path, Stamp]) -> Checkpoint:
+def _checkpoint(folder: Path, headers: Mapping[Path, GgufHeader], stamps: Mapping[Path, Stamp]) -> Checkpoint:
     tensors: dict[str, TensorInfo] = {}
-    for info in (info for header in headers for info in header.tensors):
+    for info in (info for header in headers.values() for info in header.tensors):
         if info.name in tensors:
             raise CheckpointError(f"{info.file}: {info.name} is in {tensors[info.name].file.name} too")
         tensors[info.name] = info
-    return Checkpoint(folder, tensors, tuple(stamps), {}, {}, (), stamps)
+    return Checkpoint(folder, tensors, tuple(headers), {}, {}, (), stamps)
 
 
 def _part_number(header: GgufHeader) -> str:

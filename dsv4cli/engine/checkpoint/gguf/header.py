@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Protocol
 
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.remedies import download_again
@@ -50,6 +50,13 @@ class GgufHeader:
     tensors: tuple[TensorInfo, ...]
 
 
+class Stream(Protocol):
+    """The methods of a binary file that are used here."""
+
+    def read(self, count: int, /) -> bytes: ...
+    def tell(self) -> int: ...
+
+
 def read_gguf(path: Path) -> GgufHeader:
     """Return the header of one file.
 
@@ -57,11 +64,17 @@ def read_gguf(path: Path) -> GgufHeader:
     """
     try:
         with open(open_file(path), "rb") as file:
-            return _HeaderReader(path, file).header()
+            return read_header(path, file, os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {error.strerror}", "check the file and its permissions"
         ) from None
+
+
+def read_header(path: Path, file: Stream, size: int) -> GgufHeader:
+    """Return the header of a file of `size` bytes, read from its first byte. Raises CheckpointError as `read_gguf`."""
+    try:
+        return _HeaderReader(path, file, size).header()
     except (struct.error, UnicodeDecodeError):
         raise _damaged(path, "is truncated or has a corrupt header") from None
 
@@ -69,9 +82,8 @@ def read_gguf(path: Path) -> GgufHeader:
 class _HeaderReader:
     """A sequential reader of one file's header."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
-        self.path, self.file = path, file
-        self.size = os.fstat(file.fileno()).st_size
+    def __init__(self, path: Path, file: Stream, size: int) -> None:
+        self.path, self.file, self.size = path, file, size
 
     def header(self) -> GgufHeader:
         start = self.file.read(len(MAGIC))

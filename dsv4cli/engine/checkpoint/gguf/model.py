@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.checkpoint.gguf.complete import completed, without_drafter
-from dsv4cli.engine.checkpoint.gguf.files import read_model
+from dsv4cli.engine.checkpoint.gguf.files import GgufModel, read_model
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
@@ -90,7 +90,11 @@ def recognise_gguf(path: Path) -> GgufIdentity:
     Raises CheckpointError and UnsupportedCheckpoint, naming the file, for one that is damaged or has another
     architecture.
     """
-    model = read_model(path)
+    return identify_model(read_model(path))
+
+
+def identify_model(model: GgufModel) -> GgufIdentity:
+    """Identify a model by its headers. Raises as `recognise_gguf`."""
     where, stored = str(model.checkpoint.files[0]), model.checkpoint.tensors
     check_architecture(model.metadata, where)
     metadata, notes = completed(model.metadata, stored, where)

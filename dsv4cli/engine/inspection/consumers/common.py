@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.config.keys import MODEL_TYPE
 from dsv4cli.engine.inspection.consumers.checkpoint import (
     CONFIG,
@@ -11,6 +12,7 @@ from dsv4cli.engine.inspection.consumers.checkpoint import (
     Rule,
     and_more,
 )
+from dsv4cli.engine.text.gguf_vocabulary import has_vocabulary
 
 OFFICIAL_ARCHITECTURE = "DeepseekV4ForCausalLM"
 RELEASED = "copy config.json of the release into the folder"
@@ -92,7 +94,9 @@ def tokenizer(*, fatal: bool) -> Rule:
     """Return a rule on the tokenizer, without which no prompt can be encoded."""
 
     def rule(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
-        if TOKENIZER not in checkpoint.files:
+        identity = checkpoint.identity
+        in_file = isinstance(identity, GgufIdentity) and has_vocabulary(identity.metadata)
+        if TOKENIZER not in checkpoint.files and not in_file:
             fix = "copy tokenizer.json and tokenizer_config.json of the release into the folder"
             yield Finding("no" if fatal else "note", "there is no tokenizer.json", fix)
 

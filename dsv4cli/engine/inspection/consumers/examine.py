@@ -1,6 +1,7 @@
 """From an inspection to a verdict, without reading headers again."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from dsv4cli.engine.checkpoint.foreign import CONVERT
@@ -37,7 +38,20 @@ def judge(
         remedy = CONVERT.format(folder=shell_word(name))
         problem = result.problem or UnsupportedCheckpoint(f"{name} is a compressed-tensors export", remedy)
         return refused(name, consumer, problem)
-    return verdict(checkpoint, consumer, result.problem)
+    found = verdict(checkpoint, consumer, result.problem)
+    if isinstance(result.source, RemoteSource) and isinstance(checkpoint.identity, GgufIdentity) and found.command:
+        return replace(found, command=_remote_command(consumer, result.source, found.command))
+    return found
+
+
+def _remote_command(consumer: Consumer, source: RemoteSource, command: str) -> str:
+    """Return the command that starts a consumer with a GGUF model on the hub."""
+    if consumer == "llama.cpp":
+        return f"llama-server -hf {shell_word(source.repository)}"
+    if consumer == "ds4":
+        file = shell_word(f"DIR/{source.variants[0].files[0]}")
+        return f"dsv4 download {shell_word(source.repository)} --local-dir DIR && ds4 -m {file}"
+    return command
 
 
 def _known(identity: FolderIdentity) -> tuple[Consumer, ...]:
@@ -53,7 +67,11 @@ def subject_of(result: Inspection, folder: Path | None, files: Collection[str] |
     if not isinstance(identity, FolderIdentity) or result.coverage is None:
         return None
     if isinstance(source, RemoteSource):
-        name, _, revision = source.repository.partition("@")
+        from dsv4cli.engine.hub.repository import repository_of
+
+        named = repository_of(source.repository, None)
+        # other programs take org/name:NAME too
+        name, revision = str(replace(named, revision=None)), named.revision or ""
     else:
         assert isinstance(source, FolderSource)
         name, revision, folder = folder_text(source.folder), "", source.folder
