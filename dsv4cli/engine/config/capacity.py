@@ -15,6 +15,21 @@ PRODUCT_ROWS = 4
 DEFAULT_CHUNK = 4096
 # and on a CPU, where the rows that attention gathers for more are new pages each time
 CPU_CHUNK = 512
+# Rows of a captured prefill step: whole tiles of linears. One GPU computes a larger step for longer than the host
+# launches its kernels; several ranks do not, so they capture the sizes in RANK_ROWS too
+PREFILL_ROWS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
+RANK_ROWS = (3072, 4096)
+
+
+def columns_of(tokens: int) -> int:
+    """Return the width of the block table for sequences of this many tokens and their draft tokens."""
+    return -(-(tokens + ROLLBACK) // BLOCK_TOKENS)
+
+
+def captured_rows(columns: int, ranks: int) -> tuple[int, ...]:
+    """Return the rows of the prefill steps that are captured, for block tables of this width."""
+    rows = PREFILL_ROWS if ranks == 1 else PREFILL_ROWS + RANK_ROWS
+    return tuple(size for size in rows if size <= columns * BLOCK_TOKENS)
 
 
 def divides_from(ranks: int) -> int:

@@ -68,6 +68,7 @@ class Transformer(nn.Module):
                 if number in targets:
                     streams = state.connect_post()
                     means.append(streams.float().mean(1).to(streams.dtype))
+                    del streams  # the next layers need its memory
             own = [state.connect_post(), *([torch.cat(means, -1)] if means else [])]
             return HiddenStates(*self.world.gather_rows(own, tokens))
 

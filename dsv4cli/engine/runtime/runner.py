@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from dsv4cli.engine.config.capacity import MAX_SLOTS
+from dsv4cli.engine.config.capacity import MAX_SLOTS, columns_of
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.drafts.draft_steps import DraftSteps
 from dsv4cli.engine.runtime.drafts.drafters import drafter_of
 from dsv4cli.engine.runtime.graphs.compile_watch import CompileWatch
-from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner, columns_of
+from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.graphs.prefill_graphs import PrefillGraphs
 from dsv4cli.engine.runtime.limits import context_of
 from dsv4cli.engine.runtime.request import Request

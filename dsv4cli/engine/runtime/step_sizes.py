@@ -3,16 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from dsv4cli.engine.config.capacity import MAX_SLOTS, ROLLBACK
+from dsv4cli.engine.config.capacity import MAX_SLOTS, PREFILL_ROWS, RANK_ROWS, ROLLBACK
 
 # batch sizes of captured decode steps, and tokens per sequence: the newest token and its drafts
 DECODE_BATCHES = (1, 2, 4, 8, 16, 32, MAX_SLOTS)
 DECODE_TOKENS = (1, 2, 3, 4, 6, ROLLBACK)
-# rows of a captured prefill step: whole tiles of linears. Larger steps are launched kernel by kernel, as fast as a GPU
-# computes them
-PREFILL_ROWS = (32, 64, 128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048)
-# rows of prefill steps that the scheduling policy chooses from
-CHUNK_ROWS = (*PREFILL_ROWS, 3072, 4096)
+# rows of prefill steps that the scheduling policy chooses from, captured or not
+CHUNK_ROWS = PREFILL_ROWS + RANK_ROWS
 # the fewest rows of a captured prefill step per sequence. With more sequences the kernels for compressor and indexer,
 # which are chosen by rows per sequence, would differ from those of a single prompt
 ROWS_PER_SEQUENCE = 18

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, PREFILL_ROWS, ROLLBACK, captured_rows, columns_of
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.batch_builder import Extent
@@ -19,7 +19,7 @@ from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import StepChoice
-from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE
+from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, ROWS_PER_SEQUENCE
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.kernels import alike
 from tests.engine.runtime.test_speculation_state import state_of
@@ -72,7 +72,7 @@ def test_a_chunk_and_its_state_are_those_of_a_computed_step(steps, drafts):
     assert all(map(same, state, expected_state))
 
 
-@pytest.mark.parametrize("tokens", PREFILL_ROWS)
+@pytest.mark.parametrize("tokens", CHUNK_ROWS)
 def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
     """As compressor and indexer choose them."""
     pytest.importorskip("triton")
@@ -185,7 +185,7 @@ def test_what_a_graph_reads_is_held(monkeypatch):
     assert not any(storage.expired() for own in given for storage in own)
 
 
-@pytest.mark.parametrize("tokens", PREFILL_ROWS)
+@pytest.mark.parametrize("tokens", CHUNK_ROWS)
 def test_a_step_has_room_for_the_groups_of_any_chunks(tokens):
     """So that one graph holds all of them, and no more than the worst need."""
     config, draw = model_of("mtp").config, Random(tokens)
@@ -212,8 +212,9 @@ def test_steps_are_captured_while_there_is_time(monkeypatch):
         count += 1
     sizes = [size for size in PREFILL_ROWS if size <= 384]  # the blocks of the longest sequence
     assert count == 3 + len(sizes)  # 1, 2 and 4 sequences
-    assert list(one.chunk_seconds) == sizes
-    assert [len(ids) for _, ids in ran] == [size for size in sizes for _ in range(2)]
+    # the largest first: the others reuse its memory
+    assert list(one.chunk_seconds) == [384, *sizes[:-1]]
+    assert [len(ids) for _, ids in ran] == [size for size in one.chunk_seconds for _ in range(2)]
     assert all(len({*ids}) > 20 and sequence is one.graphs.padding for sequence, ids in ran)
     assert all(seconds > 0 for seconds in one.chunk_seconds.values())
     one.add(Request(text(40, 1), Sampling(), Limits(), end=50))
@@ -221,3 +222,14 @@ def test_steps_are_captured_while_there_is_time(monkeypatch):
     one.run()
     assert not one.preparing.happened
     assert not Runner(model_of("mtp"), replace(Capacity(), longest=None), "cpu").prepare()
+
+
+def test_sizes_of_captured_steps():
+    """Up to the longest sequence; ranks, which compute faster than a host launches, capture larger ones too."""
+    assert captured_rows(columns_of(8192), 1) == PREFILL_ROWS
+    assert {ranks: captured_rows(columns_of(8192), ranks)[-3:] for ranks in (2, 8)} == dict.fromkeys(
+        (2, 8), (2048, 3072, 4096)
+    )
+    assert captured_rows(columns_of(3072 - ROLLBACK), 2) == (*PREFILL_ROWS, 3072)
+    assert captured_rows(columns_of(3072 - ROLLBACK - BLOCK_TOKENS), 2) == PREFILL_ROWS
+    assert captured_rows(columns_of(1), 2) == (32, 64, 128)

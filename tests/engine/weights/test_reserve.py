@@ -5,12 +5,23 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4cli.engine.config.presets import FLASH, PRO
+from dsv4cli.engine.config.capacity import captured_rows, columns_of
+from dsv4cli.engine.config.presets import FLASH, PRESETS, PRO
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.runtime.limits import workload_of
 from dsv4cli.engine.settings import Limits
-from dsv4cli.engine.weights.reserve import CHUNKS, FAR, GAPS, Workload, cache_bytes, reserves, ring_bytes
+from dsv4cli.engine.weights.reserve import (
+    CHUNKS,
+    FAR,
+    GAPS,
+    NCCL,
+    Workload,
+    cache_bytes,
+    prefill_graph_bytes,
+    reserves,
+    ring_bytes,
+)
 from tests.support.forked import output_of
 
 CONFIGS = {"flash": parse_config(FLASH, "flash").without_drafter(), "pro": parse_config(PRO, "pro").without_drafter()}
@@ -27,14 +38,16 @@ CASES = [
     ("pro", 4096, 0, 1),
     ("pro", 4096, 126_976, 4),
 ]
+# preset, rows of a captured step, tokens of the longest sequence, ranks
+CAPTURED = [("flash", 2048, 8192, 1), ("flash", 4096, FAR, 2), ("flash-0731", 4096, 8192, 4), ("pro", 4096, FAR, 8)]
 
 
 @pytest.fixture(scope="module")
 def peaks():
-    """The most that the tensors of each case take."""
-    words = [",".join(map(str, case)) for case in CASES]
+    """The most that the tensors of each case take; of a captured step also what its output keeps."""
+    words = [",".join(map(str, case)) for case in [*CASES, *((*case, "captured") for case in CAPTURED)]]
     found = json.loads(output_of("-m", "tests.support.dry_peaks", *words, TRITON_INTERPRET=None))
-    return dict(zip(CASES, found, strict=True))
+    return dict(zip([*CASES, *CAPTURED], found, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -44,6 +57,38 @@ def test_the_tensors_of_a_step(peaks, case):
     estimate = found.step * GAPS // (GAPS + 1)
     # never less than the tensors, and at most a sixth more
     assert peaks[case] <= estimate <= 1.16 * peaks[case]
+
+
+@pytest.mark.parametrize("case", CAPTURED, ids=str)
+def test_the_tensors_of_captured_steps(peaks, case):
+    """Those of the largest, with its output, and the outputs of the others."""
+    name, rows, longest, ranks = case
+    config, load = parse_config(PRESETS[name], name), Workload(longest, 64, serves=True)
+    sizes = captured_rows(columns_of(longest), ranks)
+    estimate = prefill_graph_bytes(config, load, ranks, divides=True) * GAPS // (GAPS + 1)
+    most, kept = peaks[case]
+    needed = most + kept * (sum(sizes) - rows) // rows
+    assert rows == sizes[-1]
+    assert needed <= estimate <= 1.08 * needed
+
+
+def test_only_a_server_on_a_gpu_captures_prefill_steps():
+    config, serves = CONFIGS["flash"], Workload(FAR, 64, 4096, serves=True, cache=10**9)
+
+    def overhead(load: Workload, ranks: int = 1, **where: bool) -> int:
+        (found,) = reserves(config, Formats(), load, ranks, **where)
+        return found.overhead
+
+    rest = overhead(replace(serves, serves=False))
+    assert overhead(serves) == rest + prefill_graph_bytes(config, serves, 1, divides=False)
+    assert overhead(serves, triton=False) == rest
+    assert overhead(serves, on_gpu=False) == 0
+    # ranks that divide no rows hold more, and only several ranks capture the largest steps
+    whole, divided = (prefill_graph_bytes(config, serves, 2, divides=divides) for divides in (False, True))
+    assert overhead(serves, 2) == rest + NCCL + divided
+    assert overhead(serves, 2, divides=False) == rest + NCCL + whole
+    assert divided < whole
+    assert prefill_graph_bytes(config, serves, 1, divides=False) < divided
 
 
 def test_what_is_left_for_each_chunk():

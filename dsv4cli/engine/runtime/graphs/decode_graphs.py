@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, ROLLBACK, columns_of
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates, Transformer
 from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
@@ -59,7 +59,10 @@ class GraphRunner:
         self._steps: dict[tuple[int, int], CapturedStep] = {}
         self._blocks = 0
         self._workspace = workspace or Workspace()  # graphs hold addresses in it
-        self._memory = torch.cuda.graph_pool_handle() if is_there(cache.device) else None
+        on_gpu = is_there(cache.device)
+        self._memory = torch.cuda.graph_pool_handle() if on_gpu else None
+        # graphs reuse each other's temporary memory only if they are captured on the same stream
+        self._stream = torch.cuda.Stream(cache.device) if on_gpu else None
 
     def lengthen(self, tokens: int) -> None:
         """Allow sequences of this many tokens. If that is more than before, steps are captured again."""
@@ -118,10 +121,9 @@ class GraphRunner:
 
         `compute` may read only tensors at fixed addresses, and the caller must keep them alive: a graph does not.
         """
-        if self._memory is None:
-            return self._within(compute)
-        compute = self._within(compute)
-        stream = torch.cuda.Stream()
+        compute, stream = self._within(compute), self._stream
+        if stream is None:
+            return compute
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM):
@@ -170,11 +172,6 @@ class GraphRunner:
 
         step.run = run
         return step
-
-
-def columns_of(tokens: int) -> int:
-    """Return the width of the block table for sequences of this many tokens and their draft tokens."""
-    return -(-(tokens + ROLLBACK) // BLOCK_TOKENS)
 
 
 class CapturedStep:

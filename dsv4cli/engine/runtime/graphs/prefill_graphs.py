@@ -12,13 +12,13 @@ from time import perf_counter
 
 import torch
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, captured_rows
 from dsv4cli.engine.model.batch import Batch
 from dsv4cli.engine.model.transformer import HiddenStates
 from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
 from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.sequence import Sequence
-from dsv4cli.engine.runtime.step_sizes import PREFILL_ROWS, ROWS_PER_SEQUENCE, rows_needed
+from dsv4cli.engine.runtime.step_sizes import ROWS_PER_SEQUENCE, rows_needed
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
@@ -46,7 +46,7 @@ class PrefillGraphs:
     def hold(self, work: Work) -> bool:
         """Return whether a captured step fits the next tokens of these sequences."""
         rows = rows_needed([len(ids) for _, ids in work])
-        return len(work) <= most_sequences(self._graphs) and rows <= max(self._sizes(), default=0)
+        return len(work) <= most_sequences(self._graphs) and rows <= self._sizes()[-1]
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
         """Return the model's output for the next tokens of these sequences and for padding, and the batch of all rows.
@@ -56,15 +56,20 @@ class PrefillGraphs:
         """
         for sequence, ids in work:
             self._graphs.cache.reserve(sequence, len(ids))
-        size = PREFILL_ROWS[bisect_left(PREFILL_ROWS, rows_needed([len(ids) for _, ids in work]))]
+        sizes = self._sizes()
+        size = sizes[bisect_left(sizes, rows_needed([len(ids) for _, ids in work]))]
         if not self._holds(size):
             on_preparing()
             self._capture(size)
         return self._chunks[size].run(work)
 
     def prepare(self) -> bool:
-        """Capture one missing size. Return whether any was missing."""
-        missing = [size for size in self._sizes() if not self._holds(size)]
+        """Capture one missing size. Return whether any was missing.
+
+        The largest comes first, so that the others can reuse its memory.
+        """
+        *sizes, largest = self._sizes()
+        missing = [size for size in (largest, *sizes) if not self._holds(size)]
         if missing:
             self._capture(missing[0])
         return bool(missing)
@@ -73,9 +78,9 @@ class PrefillGraphs:
         """Drop all captured steps; they are captured again when needed."""
         self._chunks.clear()
 
-    def _sizes(self) -> list[int]:
-        """Return the sizes that are not larger than the longest sequence."""
-        return [size for size in PREFILL_ROWS if size <= self._graphs.columns * BLOCK_TOKENS]
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the sizes that are captured. They are the same on every rank."""
+        return captured_rows(self._graphs.columns, self._graphs.model.world.size)
 
     def _capture(self, size: int) -> None:
         self._chunks[size] = chunks = CapturedPrefill(self._graphs, size)

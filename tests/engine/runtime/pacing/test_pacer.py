@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from dsv4cli.engine.config.capacity import PREFILL_ROWS
 from dsv4cli.engine.runtime.pacing import pacer
 from dsv4cli.engine.runtime.pacing.pacer import Pacer
 from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
@@ -13,7 +14,7 @@ from dsv4cli.engine.runtime.pacing.step_times import StepTimes
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.scheduler import Scheduler
 from dsv4cli.engine.runtime.step import StepChoice
-from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, PREFILL_ROWS, chunk_rows, rows_needed
+from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, chunk_rows, rows_needed
 from dsv4cli.engine.settings import Limits, Sampling
 from tests.support.slow import slow_rows
 
