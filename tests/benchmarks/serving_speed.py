@@ -157,7 +157,7 @@ def measure(bench: Bench, world: World, asked: argparse.Namespace) -> None:
     while bench.engine.prepare():
         pass
     say(world, f"steps captured and host memory pinned in {perf_counter() - begin:.1f} s")
-    captured = bench.engine.runner.chunk_seconds.items()
+    captured = sorted(bench.engine.runner.chunk_seconds.items())
     say(world, "ms of chunks by their tokens: " + ", ".join(f"{size:,} {1e3 * took:.1f}" for size, took in captured))
     rate = alone(bench, asked.prompt)
     say(world, f"prompts of {asked.prompt:,} tokens alone: {rate:,.0f} tokens/s")
