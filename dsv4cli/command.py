@@ -26,6 +26,7 @@ PANELS = {
     "Session": "continue resume sessions session no-history",
     "Tools": "tools tool-exec tool-timeout yes max-rounds",
     "Server": "url api-key-file host port uds alias max-queue grace health-timeout reasoning-field no-store",
+    "Other engine": "engine engine-python nodes node-rank head print ready-timeout no-verify",
     "Access": "share-cache allow-host allow-origin root-path",
     "Layout": "to ranks experts attention max-shard-size",
     "Questions": "values tensor layer tree template for fit diff quick long only",

@@ -230,30 +230,41 @@ class ModelOptions:
 Function = Callable[..., None]
 
 
+def takes_options(kind: type[Any], parameter: str, **other: Any) -> Callable[[Function], Function]:
+    """Return a decorator that adds every option of a dataclass to a command and passes them as one argument.
+
+    Args:
+        kind: The dataclass, whose fields are annotated as parameters of a command are.
+        parameter: The parameter of the command that accepts it.
+        other: Annotations that replace those of the dataclass for this command, by name.
+    """
+
+    def expand(command: Function) -> Function:
+        @wraps(command)
+        def expanded(**given: Any) -> None:
+            options = kind(**{one.name: given.pop(one.name) for one in fields(kind)})
+            command(**{parameter: options}, **given)
+
+        shared = [
+            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=other.get(one.name, one.type))
+            for one in fields(kind)
+        ]
+        written = inspect.signature(command).parameters.values()
+        own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in written if one.name != parameter]
+        expanded.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]  # what Typer reads
+        expanded.__annotations__ = {one.name: one.annotation for one in (*shared, *own)}
+        return expanded
+
+    return expand
+
+
 def takes_model_options(**other: Any) -> Callable[[Function], Function]:
     """Return a decorator that adds every option of `ModelOptions` to a command and passes them as `options`.
 
     Args:
         other: Annotations that replace those of `ModelOptions` for this command, by name.
     """
-
-    def expand(command: Function) -> Function:
-        @wraps(command)
-        def expanded(**given: Any) -> None:
-            options = ModelOptions(**{one.name: given.pop(one.name) for one in fields(ModelOptions)})
-            command(options=options, **given)
-
-        shared = [
-            Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=other.get(one.name, one.type))
-            for one in fields(ModelOptions)
-        ]
-        written = inspect.signature(command).parameters.values()
-        own = [one.replace(kind=Parameter.KEYWORD_ONLY) for one in written if one.name != "options"]
-        expanded.__signature__ = inspect.Signature([*shared, *own])  # type: ignore[attr-defined]  # what Typer reads
-        expanded.__annotations__ = {one.name: one.annotation for one in (*shared, *own)}
-        return expanded
-
-    return expand
+    return takes_options(ModelOptions, "options", **other)
 
 
 def is_given(context: typer.Context, name: str) -> bool:

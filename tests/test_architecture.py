@@ -52,7 +52,8 @@ MAY_IMPORT = {
 # the packages of the engine, each of which imports from those before it only
 ENGINE = (
     "settings", "system", "config", "parallel", "checkpoint", "text", "model", "weights", "runtime", "compiling",
-    "chat", "server", "evaluation", "verification", "hub", "inspection", "conversion", "profiling", "tracing",
+    "chat", "server", "evaluation", "verification", "hub", "deployment",
+    "inspection", "conversion", "profiling", "tracing",
 )  # fmt: skip
 TERMINAL = {"typer", "click", "rich"}
 SLOW = {"torch", "triton", "transformers", "huggingface_hub", "numpy", "safetensors", "tokenizers", "rich"}

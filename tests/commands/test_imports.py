@@ -42,15 +42,30 @@ LINES = {
     ("serve", "--help"): 0,
     ("download", "--help"): 0,
 }
+# these look into the Hugging Face cache
+CACHED = {
+    ("serve", "flash", "--engine", "vllm", "--gpus", "8xH100", "--print"): 0,
+    ("inspect", "nano", "--for", "sglang", "--gpus", "2x8xH200"): 0,
+}
 
 
-def test_nothing_heavy_is_imported_where_nothing_is_computed():
-    words = json.dumps([["dsv4", *line] for line in LINES])
+def imported_by(lines):
+    """What each command line returns and imports, and what is printed to stderr."""
+    words = json.dumps([["dsv4", *line] for line in lines])
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, words], cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_nothing_heavy_is_imported_where_nothing_is_computed():
+    found, err = imported_by(LINES)
     assert dict(zip(LINES, found, strict=True)) == {line: [code] for line, code in LINES.items()}
     # a refusal is said on stderr
-    assert done.stderr.lower().count("error: ") == sum(code == 2 for code in LINES.values())
+    assert err.lower().count("error: ") == sum(code == 2 for code in LINES.values())
+
+
+def test_another_engine_needs_no_tensors():
+    found, _ = imported_by(CACHED)
+    assert {*map(tuple, found)} <= {(0,), (0, "huggingface_hub")}

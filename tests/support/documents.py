@@ -16,6 +16,7 @@ from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.conversion.options import parse_part
 from dsv4cli.engine.conversion.selection import parse_layers
 from dsv4cli.engine.hub.selection import parse_kinds
+from dsv4cli.engine.inspection.fit.cluster import NODES, parse_cluster
 from dsv4cli.engine.inspection.fit.machine import parse_machine
 from dsv4cli.engine.settings import parse_size
 from dsv4cli.errors import Dsv4Error
@@ -35,7 +36,8 @@ FORMS = {
     "A-B": parse_layers,
     "I/N": parse_part,
     "KINDS": parse_kinds,
-    "NxSIZE": lambda value: parse_machine(value, None),
+    "NxSIZE": lambda value: parse_cluster(value) if NODES.fullmatch(value) else parse_machine(value, None),
+    "NxGPUS": parse_cluster,
 }
 
 

@@ -48,6 +48,7 @@ INSPECT_EXAMPLES = (
     "dsv4 inspect flash --json",
     "dsv4 inspect flash --values full",
     "dsv4 inspect nvidia/DeepSeek-V4-Flash-NVFP4 --for vllm",
+    "dsv4 inspect pro --for sglang --gpus 2x8xH200",
     "dsv4 inspect unsloth/DeepSeek-V4-Flash-GGUF",
     "dsv4 inspect random:pro --fit --gpus 8x141GB --max-context 100000",
     "dsv4 inspect OUT --diff flash",
@@ -102,12 +103,13 @@ def inspect(
     from dsv4cli.engine.inspection.sources import resolve_inspectable
 
     if not fit:
-        _check_unasked({"--gpus": gpus, "--ram": ram, "--max-context": tokens, "--batch": batch})
+        unused = None if consumer in ("vllm", "sglang") else gpus
+        _check_unasked({"--gpus": unused, "--ram": ram, "--max-context": tokens, "--batch": batch})
     out = Output(context.obj.colours, as_json, quiet)
     source = resolve_inspectable(model, out.status)
     note_hidden_folder(out, model)
     questions: dict[str, _Question | None] = {
-        "verdict": partial(_ask_for, consumer=consumer) if consumer else None,
+        "verdict": partial(_ask_for, consumer=consumer, gpus=gpus) if consumer else None,
         "fit": partial(_ask_fit, gpus=gpus, ram=ram, context=tokens or FIT_CONTEXT, batch=batch or 1) if fit else None,
         "diff": partial(_ask_diff, other=diff, layer=layer, tensor=tensor) if diff is not None else None,
         "tensor": partial(_ask_tensor, name=tensor) if tensor is not None and diff is None else None,
@@ -172,8 +174,8 @@ def _is_unknown(result: "Inspection") -> bool:
     return result.problem is not None and result.identity is None
 
 
-def _ask_for(out: Output, result: "Inspection", consumer: "Consumer") -> bool:
-    return show_verdict(out, result, consumer, **_remote(result))
+def _ask_for(out: Output, result: "Inspection", consumer: "Consumer", gpus: str | None) -> bool:
+    return show_verdict(out, result, consumer, gpus)
 
 
 def _check_unasked(given: Mapping[str, str | int | None]) -> None:
@@ -184,16 +186,6 @@ def _check_unasked(given: Mapping[str, str | int | None]) -> None:
 
 def _ask_fit(out: Output, result: "Inspection", gpus: str | None, ram: str | None, context: int, batch: int) -> bool:
     return show_fit(out, result, gpus=gpus, ram=ram, context=context, batch=batch)
-
-
-def _remote(result: "Inspection") -> dict[str, Any]:
-    """Return the local configuration folder and the file names of a recognized hub repository, else nothing."""
-    from dsv4cli.engine.inspection.sources import RemoteSource
-
-    if not isinstance(result.source, RemoteSource) or result.identity is None:
-        return {}
-    headers = result.source.headers
-    return {"folder": headers.folder, "files": [file.name for file in headers.listing.files]}
 
 
 def _ask_diff(out: Output, result: "Inspection", other: str, layer: str | None, tensor: str | None) -> bool:

@@ -59,7 +59,8 @@ GpusOpt = Annotated[
     str | None,
     typer.Option(
         metavar="NxSIZE",
-        help="With --fit: GPUs to check instead of this machine's, such as 2x141GB, 24GB,48GB or 2xH100.",
+        help="With --fit: GPUs to check instead of this machine's, such as 2x141GB, 24GB,48GB or 2xH100. With --for "
+        "vllm or sglang: show the flags for them, also for several machines: 2x8xH200.",
     ),
 ]
 RamOpt = Annotated[

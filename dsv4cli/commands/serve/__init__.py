@@ -8,19 +8,16 @@ import typer
 from dsv4cli.commands.compiling import early_compiler
 from dsv4cli.commands.job import open_job
 from dsv4cli.commands.serve.access import (
-    AllowHostOpt,
-    AllowOriginOpt,
-    ApiKeyFileOpt,
-    RootPathOpt,
-    ShareCacheOpt,
+    AccessOptions,
     UdsOpt,
     address_of,
-    check_root_path,
     guard_of,
 )
+from dsv4cli.commands.serve.engine_options import EngineOptions, check_combination
+from dsv4cli.commands.serve.engine_server import Listen, serve_with_engine
 from dsv4cli.commands.serve.run_server import Policy, serve_model
 from dsv4cli.errors import UsageError
-from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options
+from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options, takes_options
 from dsv4cli.output import Output
 
 ServeTpOpt = Annotated[
@@ -98,23 +95,23 @@ SERVE_EXAMPLES = (
     "dsv4 serve --port 9000 --alias deepseek-chat --think high",
     "dsv4 serve --model flash --host 0.0.0.0 --api-key-file keys.txt",
     "dsv4 serve --model flash --allow-host llm.example.com --api-key-file keys.txt",
+    "dsv4 serve --model pro --engine vllm --gpus 2x8xH200 --print",
 )
 
 
 @takes_model_options(model=ModelArg)
+@takes_options(AccessOptions, "access")
+@takes_options(EngineOptions, "engine_options")
 def serve(
     context: typer.Context,
     options: ModelOptions,
+    engine_options: EngineOptions,
+    access: AccessOptions,
     host: HostOpt = "127.0.0.1",
     port: PortOpt = 8000,
     alias: AliasOpt = None,
     tp: ServeTpOpt = None,
     uds: UdsOpt = None,
-    api_key_file: ApiKeyFileOpt = None,
-    share_cache: ShareCacheOpt = False,
-    allow_host: AllowHostOpt = None,
-    allow_origin: AllowOriginOpt = None,
-    root_path: RootPathOpt = "",
     max_queue: MaxQueueOpt = 256,
     step_ms: StepMsOpt = None,
     cache_memory: CacheMemoryOpt = None,
@@ -129,25 +126,29 @@ def serve(
     """Serve the model over HTTP with OpenAI- and Anthropic-compatible APIs.
 
     Sampling options are defaults for requests that do not set their own. The server prints its address to stdout when
-    it is ready. Ctrl-C lets running answers finish; press it twice to stop at once.
+    it is ready. Ctrl-C lets running answers finish; press it twice to stop at once. With --engine, the server is that
+    of vLLM or SGLang.
 
     Environment variables set options too: DSV4_SERVE_MAX_QUEUE=64 is --max-queue 64. Options on the command line win.
     """
     start, out = perf_counter(), Output(context.obj.colours, quiet=quiet or log_json)
     names = tuple(alias or ())
+    check_combination(context, engine_options)
     address = address_of(context, host, port, uds)
-    check_root_path(root_path)
     _check(options.device, context.obj.torchrun, host, names)
+    if engine_options.engine is not None:
+        listen = Listen(host, port, names, tp, access.api_key_file, grace)
+        return serve_with_engine(out, options, engine_options, listen)
+    _check_packages()
     compiler = early_compiler(options)
     from dsv4cli.engine.server.warm import CacheOptions
     from dsv4cli.engine.settings import parse_size
 
-    guard = guard_of(address, api_key_file, share_cache, allow_host or (), allow_origin or ())
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
     memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     policy = Policy(
-        guard, CacheOptions(memory, step_ms), names, max_queue, grace, options.seed, fields, log_prompts, not no_store,
-        api_key_file, root_path, health_timeout, log_json and not quiet,
+        guard_of(address, access), CacheOptions(memory, step_ms), names, max_queue, grace, options.seed, fields,
+        log_prompts, not no_store, access.api_key_file, access.root_path, health_timeout, log_json and not quiet,
     )  # fmt: skip
     policy.warn(out)
     raise typer.Exit(serve_model(open_job(out, options, compiler=compiler), tp or 1, address, policy, start))
@@ -164,6 +165,10 @@ def _check(device: str, torchrun: bool, host: str, names: tuple[str, ...]) -> No
             "serve cannot run under torchrun: it starts its own ranks, on one machine",
             "run it without torchrun and with --tp",
         )
+
+
+def _check_packages() -> None:
+    """Raise UsageError if a package of dsv4's own server is missing."""
     try:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401

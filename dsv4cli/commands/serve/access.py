@@ -1,7 +1,7 @@
 """Options of `serve` that say who can reach it, and from where: addresses, proxies, browsers, keys."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,17 @@ UdsOpt = Annotated[
 
 
 @dataclass(frozen=True)
+class AccessOptions:
+    """The options of the panel Access, as given."""
+
+    api_key_file: ApiKeyFileOpt = None
+    share_cache: ShareCacheOpt = False
+    allow_host: AllowHostOpt = None
+    allow_origin: AllowOriginOpt = None
+    root_path: RootPathOpt = ""
+
+
+@dataclass(frozen=True)
 class Address:
     """Where to listen: a host and a port, or a Unix socket."""
 
@@ -94,15 +105,14 @@ def address_of(context: Any, host: str, port: int, uds: Path | None) -> Address:
     return Address(host, port, uds)
 
 
-def guard_of(
-    address: Address, key_file: Path | None, share_cache: bool, hosts: Sequence[str], origins: Sequence[str]
-) -> "Guard":
+def guard_of(address: Address, access: AccessOptions) -> "Guard":
     """Return the access rules. Raises UsageError if an option is invalid, or if the keys cannot be read."""
     from dsv4cli.engine.server.accounts import Accounts
     from dsv4cli.engine.server.api_keys import read_keys
     from dsv4cli.engine.server.guard import Guard
 
-    hosts = [host.lower() for host in hosts]
+    check_root_path(access.root_path)
+    hosts, origins = [host.lower() for host in access.allow_host or ()], access.allow_origin or ()
     for host in hosts:
         if not HOST_NAME.fullmatch(host):
             raise UsageError(f"--allow-host cannot be {host!r}", "write the name alone, without https:// and a port")
@@ -110,9 +120,9 @@ def guard_of(
         if not ORIGIN.fullmatch(origin):
             remedy = "write it as browsers do: https://app.example.com, without a path"
             raise UsageError(f"--allow-origin cannot be {origin!r}", remedy)
-    keys = () if key_file is None else read_keys(key_file)
+    keys = () if access.api_key_file is None else read_keys(access.api_key_file)
     own = address.host if address.uds is None else None
-    return Guard(Accounts(keys, share_cache=share_cache), own, tuple(hosts), tuple(origins))
+    return Guard(Accounts(keys, share_cache=access.share_cache), own, tuple(hosts), tuple(origins))
 
 
 def check_root_path(path: str) -> None:

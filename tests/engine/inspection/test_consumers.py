@@ -524,4 +524,5 @@ def test_the_answer_and_the_document(converted, capsys):
         "notes",
         "command",
         "remedy",
+        "deployment",
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dsv4cli.engine.checkpoint.remedies import download_again
+from dsv4cli.engine.deployment.plan import ENGINES, start_line
 from dsv4cli.engine.inspection.consumers import common, gguf, hf, scripts, sglang, vllm
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnknownKey
@@ -16,8 +17,8 @@ SCHEMA = "dsv4.verdict/1"
 Consumer = Literal["vllm", "sglang", "transformers", "official", "llama.cpp", "ds4", "dsv4"]
 CONSUMERS: tuple[Consumer, ...] = get_args(Consumer)
 VERSIONS: Mapping[Consumer, str] = {
-    "vllm": vllm.VERSION,
-    "sglang": sglang.VERSION,
+    "vllm": ENGINES["vllm"].title,
+    "sglang": ENGINES["sglang"].title,
     "transformers": hf.VERSION,
     "official": scripts.VERSION,
     "llama.cpp": gguf.LLAMA_VERSION,
@@ -41,12 +42,7 @@ SOURCES: Mapping[Consumer, tuple[str, ...]] = {
     "official": ("known from the scripts' source, not from running them",),
     "ds4": ("known from ds4's source, not from running it",),
 }
-# tools and reasoning come out as text without the parsers
 STARTS: Mapping[Consumer, str] = {
-    "vllm": "vllm serve {model} --tool-call-parser deepseek_v4 --reasoning-parser deepseek_v4 "
-    "--enable-auto-tool-choice",
-    "sglang": "python -m sglang.launch_server --model-path {model} --tool-call-parser deepseekv4 "
-    "--reasoning-parser deepseek-v4",
     "transformers": "transformers serve {model}",
     "official": "torchrun --nproc-per-node {ranks} inference/generate.py --ckpt-path {model} "
     "--config {model}/inference/config.json --interactive",
@@ -54,7 +50,6 @@ STARTS: Mapping[Consumer, str] = {
     "ds4": "ds4 -m {model}",
     "dsv4": "dsv4 run --model {model} 'What is 17 + 25?'",
 }
-GPUS: Mapping[Consumer, str] = {"vllm": "--tensor-parallel-size", "sglang": "--tp-size"}
 # what to make of a folder that a consumer does not load
 TARGETS: Mapping[Consumer, str] = {
     "vllm": "official",
@@ -144,16 +139,18 @@ def start_command(consumer: Consumer, name: str, ranks: int = 0, revision: str =
 
     ranks: number of GPUs, 0 for the consumer's default. revision: the repository's revision, '' for the default.
     """
-    gpus = f" {GPUS[consumer]} {ranks}" if consumer in GPUS and ranks > 1 else ""
-    if revision and consumer in ("vllm", "sglang"):
-        return STARTS[consumer].format(model=shell_word(name)) + f"{gpus} --revision {shell_word(revision)}"
-    return STARTS[consumer].format(model=shell_word(_revised(name, revision)), ranks=ranks) + gpus
+    if consumer in ("vllm", "sglang"):
+        return start_line(consumer, name, ranks, revision)
+    return STARTS[consumer].format(model=shell_word(_revised(name, revision)), ranks=ranks)
 
 
 def _revised(name: str, revision: str) -> str:
     return f"{name}@{revision}" if revision else name
 
 
-def verdict_document(model: str, found: ConsumerVerdict) -> dict[str, Any]:
-    """Return the verdict as a JSON document of schema SCHEMA; `loads` is null if unknown."""
-    return {"schema": SCHEMA, "model": model} | asdict(found)
+def verdict_document(model: str, found: ConsumerVerdict, deployment: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the verdict as a JSON document of schema SCHEMA; `loads` is null if unknown.
+
+    deployment: the plan for the GPUs of `--gpus`, null without it.
+    """
+    return {"schema": SCHEMA, "model": model} | asdict(found) | {"deployment": deployment}

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dsv4cli.engine.inspection.consumers import common
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
-VERSION = "SGLang 0.5.23"
 # models/deepseek_v4.py and deepseek_v2.py: attributes of the configuration
 KEYS = ("compress_ratios", "compress_rope_theta", "num_hash_layers", "rope_scaling")
 

@@ -10,8 +10,6 @@ from dsv4cli.engine.config.formats import STORAGE
 from dsv4cli.engine.inspection.consumers import common
 from dsv4cli.engine.inspection.consumers.checkpoint import Finding, InspectedCheckpoint, Rule
 
-VERSION = "vLLM 0.33.0"
-
 
 def ratios(checkpoint: InspectedCheckpoint) -> Iterator[Finding]:
     """Check the ratio keys (transformers_utils/deepseek_v4_utils.py, get_compress_ratios)."""
