@@ -62,7 +62,7 @@ def _notes(forms: "list[FormFit]") -> "Iterator[str]":
     if any(one.share and one.share.host for one in forms):
         yield "+ host: some experts stay in host memory."
     for speed in speeds[:1]:
-        basis = "calibrated to measurements on it" if speed.calibrated else "by its data sheet, not measured"
+        basis = "calibrated to measurements on it" if speed.calibrated else "by published numbers, not measured"
         yield f"Estimates for {speed.card}: {basis}. With 16 sequences, throughput is the sum over all."
     if any(one.share and one.share.on_gpu and not one.form.kernels for one in forms):
         yield (

@@ -2,13 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from dsv4cli.engine.config.presets import FLASH, PRESETS, PRO, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
-from dsv4cli.engine.inspection.fit.cards import CARDS, card_named
+from dsv4cli.engine.inspection.fit.cards import CARDS, SOURCES, card_named
 from dsv4cli.engine.inspection.fit.compare import compare_forms, forms_document, tier_of
 from dsv4cli.engine.inspection.fit.machine import parse_machine
 from dsv4cli.engine.inspection.fit.share import SharedModel
@@ -71,10 +72,25 @@ def test_there_are_cards_with_bandwidths_and_sources():
     assert len(CARDS) >= 25
     for name, card in CARDS.items():
         assert card.source, name
+        assert {*card.source} <= SOURCES.keys(), name
         assert 2**13 < card.mib < 2**19, name
         assert 2e11 < card.bandwidth < 1e13, name
         assert 5e13 < card.flops < 1e16, name
-        assert card.link in (31.5 * GB, 63 * GB, 450 * GB), name
+        assert card.link in (31.5 * GB, 63 * GB), name
+
+
+def test_the_page_has_every_card_with_its_sources():
+    page = Path("docs/hardware.md").read_text(encoding="utf-8")
+    for name, card in CARDS.items():
+        numbers = (
+            f"{card.mib:,}",
+            f"{card.bandwidth / GB:,.0f}",
+            f"{card.flops / 1e12:,.0f}",
+            f"{4 + (card.link > 40 * GB)}",
+        )
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} | {' | '.join(numbers)} |"))
+        assert all(f"({SOURCES[key]})" in row for key in card.source), name
+    assert {key for card in CARDS.values() for key in card.source} == SOURCES.keys()
 
 
 @pytest.mark.parametrize(
