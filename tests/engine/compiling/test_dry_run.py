@@ -9,9 +9,9 @@ from tests.support.forked import output_of
 pytest.importorskip("triton")
 
 
-def dry_run(tmp_path, *arguments: object) -> dict[str, object]:
+def dry_run(tmp_path, *arguments: object, module: str = "dry_runs") -> dict[str, object]:
     """The lines of tests/support/dry_runs.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
-    words = "-m", "tests.support.dry_runs", *map(str, arguments)
+    words = "-m", f"tests.support.{module}", *map(str, arguments)
     found: dict[str, object] = json.loads(output_of(*words, TRITON_INTERPRET=None, TRITON_CACHE_DIR=str(tmp_path)))
     return found
 
@@ -38,3 +38,12 @@ def test_random_steps_launch_nothing_else(tmp_path, preset, sequences, context, 
     found = dry_run(tmp_path, preset, sequences, context, ranks, 60)
     assert found["missed"] == []
     assert found["found"] < 400
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "context", "ranks"), [("tiny", 8192, 2), ("flash", 131_072, 4)])
+def test_the_captured_steps_of_ranks_launch_nothing_else(tmp_path, preset, context, ranks):
+    """So what is compiled ahead for steps of as many tokens, and for smaller captured ones, suffices."""
+    found = dry_run(tmp_path, preset, 4, context, ranks, module="dry_prefill_graphs")
+    assert found["new"] == []
+    assert found["seen"] > 20
