@@ -272,8 +272,10 @@ def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource"
     is_gguf = isinstance(identity, GgufIdentity)
     for sentence in identity.assumptions if isinstance(identity, GgufIdentity) else ():
         out.status(sentence)
-    if identity.config.drafter == "none" and not is_gguf:
-        out.status("the checkpoint has no drafter (no mtp.* tensors)")
+    if identity.config.drafter == "none":
+        out.status(
+            "drafts are off: the file has no drafter" if is_gguf else "the checkpoint has no drafter (no mtp.* tensors)"
+        )
     if identity.config.release is None:
         change = "" if is_gguf else f'; to change it, set "{RELEASE_KEY}" in config.json'
         out.status(f"the checkpoint does not say its release; prompts use the format of {identity.release}{change}")

@@ -53,25 +53,61 @@ def write_nano(
     parts: int = 1,
     change: Callable[[dict[str, Any]], Any] = lambda metadata: None,
     seed: int = 0,
+    drafter: str = "",
 ) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Write nano without its drafter. Return the first file, and the official names with the values that it stores.
+    """Write nano. Return the first file, and the official names with the values that it stores.
 
     Args:
         kinds: tensor type by a pattern of the GGUF name.
         parts: number of files; if more than one, the first holds no tensors, as gguf-split can write it.
         change: changes the metadata in place.
+        drafter: "nextn" for the names of llama.cpp, "mtp" for those of ds4, "" for none.
     """
     identity = identify(NANO)
     metadata = gguf_metadata(identity, identity.config.without_drafter(), Formats("f32", "fp4", "bf16"), {})
+    tensors, contents, values = _stored(tuple(kinds.items()), seed, bool(drafter))
+    if drafter == "nextn":
+        tensors, contents = _as_nextn(tensors, contents, metadata)
     change(metadata)
-    tensors, contents, values = _stored(tuple(kinds.items()), seed)
     return _write(folder, metadata, tensors, contents, parts), values
 
 
+def _as_nextn(
+    tensors: Tensors, contents: Mapping[str, bytes], metadata: dict[str, Any]
+) -> tuple[Tensors, dict[str, bytes]]:
+    """Return the tensors with the drafter as llama.cpp stores it: in the block after the layers, e_proj and h_proj
+    side by side, and without a hyper-head of its own."""
+    layers = metadata["deepseek4.block_count"]
+    metadata["deepseek4.block_count"], metadata["deepseek4.nextn_predict_layers"] = layers + 1, 1
+    metadata["deepseek4.attention.compress_ratios"] = [*metadata["deepseek4.attention.compress_ratios"], 0]
+    own = {"enorm.weight": "enorm", "hnorm.weight": "hnorm", "norm.weight": "shared_head_norm"}
+    renamed, found = Tensors(), dict[str, bytes]()
+    for name, (kind, shape) in tensors.items():
+        short = name.removeprefix("mtp.0.")
+        if short == name:
+            renamed[name], found[name] = (kind, shape), contents[name]
+        elif short in own:
+            new = f"blk.{layers}.nextn.{own[short]}.weight"
+            renamed[new], found[new] = (kind, shape), contents[name]
+        elif short == "e_proj.weight":
+            both = [
+                np.frombuffer(contents[f"mtp.0.{half}_proj.weight"], np.uint8).reshape(shape[0], -1) for half in "eh"
+            ]
+            new = f"blk.{layers}.nextn.eh_proj.weight"
+            renamed[new], found[new] = (kind, (shape[0], 2 * shape[1])), np.concatenate(both, axis=1).tobytes()
+        elif short != "h_proj.weight" and not short.startswith("hc_head"):
+            new = f"blk.{layers}.{short}"
+            renamed[new], found[new] = (kind, shape), contents[name]
+    return renamed, found
+
+
 @cache
-def _stored(kinds: tuple[tuple[str, str], ...], seed: int) -> tuple[Tensors, dict[str, bytes], dict[str, torch.Tensor]]:
+def _stored(
+    kinds: tuple[tuple[str, str], ...], seed: int, drafter: bool
+) -> tuple[Tensors, dict[str, bytes], dict[str, torch.Tensor]]:
     """Return type and shape of each tensor, its bytes, and by official name the values that they stand for."""
-    config = identify(NANO).config.without_drafter()
+    config = identify(NANO).config
+    config = config if drafter else config.without_drafter()
     originals, table = official_values(stored(NANO)), expected_tensors(config, Formats("f32", "f32", "f32"))
     naming, rng = GgufNaming(config.n_routed_experts, {}), np.random.default_rng(seed)
     tensors, data, values = Tensors(), dict[str, list[np.ndarray]](), dict[str, torch.Tensor]()

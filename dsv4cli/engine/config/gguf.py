@@ -95,8 +95,8 @@ def check_architecture(metadata: Mapping[str, Any], where: str) -> None:
         )
 
 
-def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the configuration of a model without its drafter; `where` names it in errors.
+def parse_gguf(metadata: Mapping[str, Any], where: str, stages: int = 0) -> ModelConfig:
+    """Return the configuration of a model with this number of MTP stages; `where` names it in errors.
 
     Raises UnsupportedCheckpoint for another architecture, CheckpointError for a key that is missing or contradicts
     another.
@@ -110,7 +110,11 @@ def parse_gguf(metadata: Mapping[str, Any], where: str) -> ModelConfig:
         found = metadata.get(f"{ARCHITECTURE}.{key}", value)
         if found != value:
             raise UnsupportedCheckpoint(f"{where}: {ARCHITECTURE}.{key} is {found!r}; DeepSeek-V4 has {value!r}")
-    return parse_config(dict(_official(metadata, where)), where, drafter_stored=False)
+    values = dict(_official(metadata, where))
+    if stages and isinstance(values["compress_ratios"], list):
+        ratios = values["compress_ratios"][: values["num_hidden_layers"]]
+        values |= {"compress_ratios": ratios + [0] * stages, "num_nextn_predict_layers": stages}
+    return parse_config(values, where, drafter_stored=stages > 0)
 
 
 def missing_keys(metadata: Mapping[str, Any]) -> Iterator[str]:

@@ -8,8 +8,10 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.compare import row_chunks
+from dsv4cli.engine.checkpoint.gguf.drafter import HalfInfo
 from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, byte_checkpoint
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.parallel.world import World
@@ -31,9 +33,14 @@ def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: Worl
 
     Raises as `read.stored` and `GgufStoredModel.read`.
     """
-    table = list(specs)
-    blocks = [spec for spec in table if spec.dtype in BLOCK_DTYPES]
-    decoded = [spec for spec in table if spec.dtype not in BLOCK_DTYPES]
+    table, stored_as = list(specs), identity.checkpoint.tensors
+    # halves of a matrix are read like decoded tensors: their rows are not contiguous in the file
+    is_byte = {
+        spec.name: spec.dtype in BLOCK_DTYPES and not isinstance(stored_as.get(gguf_name(spec)), HalfInfo)
+        for spec in table
+    }
+    blocks = [spec for spec in table if is_byte[spec.name]]
+    decoded = [spec for spec in table if not is_byte[spec.name]]
     as_bytes = stored(byte_checkpoint(identity), blocks, world, naming=ByteNaming(identity.stored_naming))
     return partial(_fill, as_bytes, identity, decoded, world)
 
@@ -52,6 +59,12 @@ def _decode(
     model: GgufStoredModel, spec: TensorSpec, world: World, destination: torch.Tensor
 ) -> Generator[Arrived, None, None]:
     """Decode the rows of one tensor that this rank holds, a few at a time, and copy them."""
+    if spec.dtype in BLOCK_DTYPES:
+        assert spec.shard is None, spec.name
+        blocks = torch.from_numpy(model.read_blocks(spec))
+        destination.copy_(blocks)
+        yield spec.name, blocks.nbytes
+        return
     own = local_slice(spec, world)
     start, stop, _ = own[0].indices(spec.shape[0])
     for rows in row_chunks(stop - start, prod(spec.shape[1:])):

@@ -114,7 +114,7 @@ def test_a_drafter_is_left_out_with_a_line(tmp_path):
     found = recognise_gguf(path)
     assert found.config.num_hidden_layers == 3
     assert not any(name.startswith("blk.3.") for name in found.checkpoint.tensors)
-    assert "its drafter (34 tensors) is not used" in found.assumptions[-1]
+    assert "its drafter (34 tensors) is not used: attn_norm.weight is missing" in found.assumptions[-1]
 
 
 def test_a_block_with_a_damaged_scale_is_refused_by_name(tmp_path):

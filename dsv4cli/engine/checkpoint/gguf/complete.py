@@ -3,10 +3,10 @@
 Dimensions follow from shapes. What no tensor shows is assumed to be as in every release, and reported.
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from dsv4cli.engine.checkpoint.gguf.drafter import IN_BLOCK, drafter_blocks
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.config.gguf import ARCHITECTURE, NUMBERS, RATIOS, RELEASE
 from dsv4cli.engine.config.layer_kind import CSA, HCA
@@ -16,9 +16,6 @@ from dsv4cli.errors import CheckpointError
 Tensors = Mapping[str, TensorInfo]
 # keys that no tensor shows, by their official name: every release has the same value
 ASSUMED = ("hc_sinkhorn_iters", "hc_eps", "compress_rope_theta")
-IN_BLOCK = re.compile(r"blk\.(\d+)\.(.*)")
-# tensors of a drafter: llama.cpp's in a block after the layers, and ds4's
-NEXTN, DS4_DRAFTER = re.compile(r"blk\.(\d+)\.nextn\."), "mtp."
 # keys in which converters write a model's name, and the release that it can tell
 NAMES = ("general.name", "general.basename", "general.version", "general.finetune", "general.base_model.0.name")
 NEWER: Release = "0731"
@@ -33,7 +30,7 @@ def completed(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> tupl
     """
     found, notes = dict(metadata), list[str]()
     layers = _layers(tensors)
-    if layers and found.get(_key("block_count")) not in (None, len(layers)) and _drafter_blocks(tensors):
+    if layers and found.get(_key("block_count")) not in (None, len(layers)) and drafter_blocks(tensors):
         # llama.cpp counts the blocks of the drafter
         found[_key("block_count")] = len(layers)
     derived: dict[str, Callable[[], Any]] = {
@@ -63,25 +60,8 @@ def completed(metadata: Mapping[str, Any], tensors: Tensors, where: str) -> tupl
     return found, notes
 
 
-def without_drafter(tensors: Tensors) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return the tensors of the main model, and a sentence if there are others: those of a drafter."""
-    blocks = _drafter_blocks(tensors)
-    dropped = {name for name in tensors if name.startswith(DS4_DRAFTER) or _block(name) in blocks}
-    notes = [f"its drafter ({len(dropped):,} tensors) is not used: dsv4 does not run drafters from GGUF"]
-    return {name: info for name, info in tensors.items() if name not in dropped}, notes if dropped else []
-
-
 def _key(name: str) -> str:
     return f"{ARCHITECTURE}.{name}"
-
-
-def _block(name: str) -> int | None:
-    match = IN_BLOCK.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def _drafter_blocks(tensors: Tensors) -> set[int]:
-    return {int(match[1]) for match in map(NEXTN.match, tensors) if match}
 
 
 def _layers(tensors: Tensors) -> list[set[str]]:
@@ -89,7 +69,7 @@ def _layers(tensors: Tensors) -> list[set[str]]:
     found: dict[int, set[str]] = {}
     for match in filter(None, map(IN_BLOCK.fullmatch, tensors)):
         found.setdefault(int(match[1]), set()).add(match[2])
-    kept = sorted(found.keys() - _drafter_blocks(tensors))
+    kept = sorted(found.keys() - drafter_blocks(tensors))
     return [found[number] for number in kept]
 
 

@@ -6,13 +6,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.checkpoint.gguf.complete import completed, without_drafter
+from dsv4cli.engine.checkpoint.gguf.complete import completed
+from dsv4cli.engine.checkpoint.gguf.drafter import PREFIX, StoredDrafter, split_drafter
 from dsv4cli.engine.checkpoint.gguf.files import GgufModel, read_model
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.identify import FolderIdentity, describe
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.config.gguf import check_architecture, parse_gguf
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import UnsupportedCheckpoint
 from dsv4cli.kernels.ggml.types import DECODED, TYPES
@@ -98,8 +100,14 @@ def identify_model(model: GgufModel) -> GgufIdentity:
     where, stored = str(model.checkpoint.files[0]), model.checkpoint.tensors
     check_architecture(model.metadata, where)
     metadata, notes = completed(model.metadata, stored, where)
-    config = parse_gguf(metadata, where)
-    tensors, drafter = without_drafter(stored)
+    tensors, drafter = split_drafter(stored)
+    config, missing = _with_drafter(metadata, where, drafter) if drafter.tensors else (parse_gguf(metadata, where), [])
+    if missing:
+        config = config.without_drafter()
+    if missing or drafter.problem:
+        notes.append(drafter.note(missing))
+    else:
+        tensors |= drafter.tensors
     tensors = {name: _flattened(info) for name, info in tensors.items()}
     naming = GgufNaming(config.n_routed_experts, {name: info.dtype for name, info in tensors.items()})
     identity = describe(config, _formats(tensors))
@@ -111,8 +119,15 @@ def identify_model(model: GgufModel) -> GgufIdentity:
         checkpoint,
         naming,
         metadata=model.metadata,
-        assumptions=(*notes, *drafter),
+        assumptions=tuple(notes),
     )
+
+
+def _with_drafter(metadata: Mapping[str, Any], where: str, drafter: StoredDrafter) -> tuple[ModelConfig, list[str]]:
+    """Return the configuration with the drafter, and the names of the tensors that it lacks."""
+    config = parse_gguf(metadata, where, stages=1)
+    names = (gguf_name(spec) for spec in expected_tensors(config, VALUES).values() if spec.name.startswith(PREFIX))
+    return config, [name for name in dict.fromkeys(names) if name not in drafter.tensors]
 
 
 def _flattened(info: TensorInfo) -> TensorInfo:

@@ -1,7 +1,6 @@
 """GGUF's naming scheme: llama.cpp's names and tensor types, with stacked experts; no torch.
 
-Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp. Such a file has no drafter: llama.cpp stores it in a
-separate file, whose names differ from those of ds4.
+Source: llama.cpp, src/llama-arch.cpp and src/models/deepseek4.cpp. A drafter has ds4's names, as drafter.py gives them.
 """
 
 import re
@@ -60,18 +59,32 @@ LAYER = {
     "ffn.experts.w2": "ffn_down_exps.weight",
     "ffn.experts.w3": "ffn_up_exps.weight",
 }
+# names of a drafter in addition to those of a layer, after `mtp.N.`
+DRAFTER = {
+    "e_proj": "e_proj.weight",
+    "h_proj": "h_proj.weight",
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "norm.weight": "norm.weight",
+    "hc_head_fn": "hc_head_fn.weight",
+    "hc_head_base": "hc_head_base.weight",
+    "hc_head_scale": "hc_head_scale.weight",
+}
 # tensor type in which a matrix of a format of the table is written, and a plain tensor of a dtype where it has another
 MATRIX_TYPES: Mapping[FormatName, str] = {"fp4": "MXFP4", "bf16": "BF16", "f32": "Q8_0"}
 PLAIN_TYPES = {"I64": "I32"}
+_OF_DRAFTER = LAYER | DRAFTER
 EXPERT = re.compile(r"\.experts\.\d+\.")
-IN_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+IN_LAYER = re.compile(r"(layers|mtp)\.(\d+)\.(.*)")
 
 
 def gguf_name(spec: TensorSpec) -> str:
     """Return llama.cpp's name of the tensor that contains one of the table: experts are stacked, scales included."""
     name = EXPERT.sub(".experts.", spec.matrix)
     match = IN_LAYER.fullmatch(name)
-    return TOP[name] if match is None else f"blk.{match[1]}.{LAYER[match[2]]}"
+    if match is None:
+        return TOP[name]
+    return f"blk.{match[2]}.{LAYER[match[3]]}" if match[1] == "layers" else f"mtp.{match[2]}.{_OF_DRAFTER[match[3]]}"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 import numpy as np
 
 from dsv4cli.engine.checkpoint.gguf.blocks import mxfp4_codes, mxfp4_scales, values
+from dsv4cli.engine.checkpoint.gguf.drafter import HalfInfo
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.headers import TensorInfo
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.checkpoint.remedies import download_again, look
@@ -28,11 +30,25 @@ class GgufStoredModel(StoredModel):
         *_, count, columns = (*self._naming.shape(spec), 1) if len(spec.shape) == 1 else self._naming.shape(spec)
         start, stop, _ = rows.indices(count)
         width = row_bytes(info.dtype, columns)
-        raw = np.empty((stop - start, width), np.uint8)
-        self._files.read(info, self._naming.begin(spec) + start * width, raw.reshape(-1).data)
+        raw = self._raw(info, self._naming.begin(spec), start, stop, width)
         if spec.form != "fp4":
             self._check_scales(spec, info, raw, start)
         return _seen(spec, info.dtype, raw).reshape(stop - start, *spec.shape[1:])
+
+    def read_blocks(self, spec: TensorSpec) -> Raw:
+        """Return a matrix as stored, uint8 [rows, bytes]. spec: with a dtype of BLOCK_DTYPES."""
+        info = self.identity.checkpoint.tensors[gguf_name(spec)]
+        raw = self._raw(info, 0, 0, *spec.shape)
+        self._check_scales(spec, info, raw, 0)
+        return raw
+
+    def _raw(self, info: TensorInfo, begin: int, start: int, stop: int, width: int) -> Raw:
+        """Return the bytes [rows, width] of rows start to stop of a matrix at `begin` of a stored tensor."""
+        half = info.half if isinstance(info, HalfInfo) else 0
+        stride = 2 * width if isinstance(info, HalfInfo) else width
+        raw = np.empty((stop - start, stride), np.uint8)
+        self._files.read(info, begin + start * stride, raw.reshape(-1).data)
+        return np.ascontiguousarray(raw[:, half * width : (half + 1) * width])
 
     def _check_scales(self, spec: TensorSpec, info: TensorInfo, raw: Raw, start: int) -> None:
         """Raise CheckpointError, naming tensor and place, for a block scale that is not a finite number."""
