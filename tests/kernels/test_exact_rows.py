@@ -11,6 +11,7 @@ from dsv4cli.kernels.hyper_connections import Connection
 from dsv4cli.kernels.indexer import IndexEntries, IndexKeys, IndexQueries, WindowList
 from dsv4cli.kernels.rows import ROWS_EXACT, exact_rows, planned_rows
 from dsv4cli.kernels.stored_matrix import StoredMatrix
+from tests.support.slow import slow
 
 # the first row of a step and how many there are: on a GPU, and interpreted, which takes long
 STEPS = [*((0, count) for count in (1, 2, 3, 5, ROWS_EXACT)), *((row, 1) for row in range(1, ROWS_EXACT))]
@@ -219,7 +220,7 @@ def test_at_the_sizes_of_flash(name, triton_backend):
         assert_alike((FAMILIES | LARGE)[name](True), STEPS)
 
 
-@pytest.mark.parametrize("length", [128, 160, 640, 1152, 2176, 8320])
+@pytest.mark.parametrize("length", [128, *slow(160), 640, *slow(1152, 2176), 8320])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_lists_are_attended_over_in_one_order(length, heads):
     from dsv4cli.kernels.attention.kernel import plan

@@ -1,5 +1,7 @@
 """Linears over stored formats, on numbers whose products and sums are exact: results are the truth rounded once."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,17 +11,23 @@ from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm import grouped_linear, linear, linear_fp32, linears, normed_linears, rounded_linear
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 from tests.kernels.rounding import FP32, assert_rounded_once
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_except, slow_rows
 
 # tokens, inputs, outputs: none, one, primes, one more than a tile; columns for several programs; tokens for wide tiles,
 # for the widest of few rows, for many
 SHAPES = [(0, 128, 5), (1, 128, 1), (2, 384, 7), (3, 256, 65), (5, 1024, 3), (17, 128, 67), (64, 128, 9), (65, 128, 9)]
-# in bf16, and the first of them in fp32; the others take long together
-TYPED = [
-    *((shape, dtype) for dtype in (torch.bfloat16, torch.float32) for shape in SHAPES[:4]),
-    *((shape, torch.bfloat16) for shape in SHAPES[4:]),
-    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in SHAPES[4:]),
-]
+FEW = SHAPES[1:4]
+
+
+def cases(first: str, *forms: str) -> list[Any]:
+    """Every shape in bf16 inputs of the first form, and a few in the others and in fp32; the rest is slow."""
+    few = [(shape, first, torch.bfloat16) for shape in SHAPES]
+    few += [(shape, form, torch.bfloat16) for form in forms for shape in FEW]
+    few += [(FEW[1], form, torch.float32) for form in (first, *forms)]
+    dtypes = torch.bfloat16, torch.float32
+    return slow_except(few, [(s, form, dtype) for form in (first, *forms) for s in SHAPES for dtype in dtypes])
+
+
 # columns that are no multiple of what a program takes
 WIDTHS = [65, 320, 1536]
 
@@ -53,8 +61,7 @@ def exactly(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("form", ["fp8", "fp4", "bf16", "f32"])
-@pytest.mark.parametrize(("shape", "dtype"), TYPED, ids=str)
+@pytest.mark.parametrize(("shape", "form", "dtype"), cases("fp8", "fp4", "bf16", "f32"), ids=str)
 def test_linear_rounds_once(shape, form, dtype):
     tokens, columns, rows = shape
     x = inputs(tokens, columns).to(dtype)
@@ -65,8 +72,7 @@ def test_linear_rounds_once(shape, form, dtype):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("form", ["fp8", "fp4"])
-@pytest.mark.parametrize(("shape", "dtype"), TYPED, ids=str)
+@pytest.mark.parametrize(("shape", "form", "dtype"), cases("fp8", "fp4"), ids=str)
 def test_a_rounded_linear_rounds_its_input(shape, form, dtype):
     tokens, columns, rows = shape
     x = inputs(tokens, columns).to(dtype)
@@ -82,7 +88,7 @@ def test_a_rounded_linear_rounds_its_input(shape, form, dtype):
 
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(("form", "tokens"), [("fp8", 1), ("fp8", 2), ("fp8", 3), ("fp4", 1)])
-@pytest.mark.parametrize("columns", [1024, 4096, 7168])  # of Flash and Pro
+@pytest.mark.parametrize("columns", [1024, *slow(4096, 7168)])  # of Flash and Pro
 def test_a_rounded_linear_of_any_numbers(columns, form, tokens):
     x = (torch.randn(tokens, columns) * torch.logspace(-4, 2, columns)).bfloat16()
     matrix = weights(form, 3, columns)
@@ -104,8 +110,15 @@ def test_columns_that_fill_no_power_of_two():
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, torch.bfloat16) for shape in SHAPES),
+        (FEW[1], torch.float32),
+        *slow_rows(*((shape, torch.float32) for shape in SHAPES if shape != FEW[1])),
+    ],
+    ids=str,
+)
 def test_linear_fp32_is_not_rounded(shape, dtype):
     tokens, columns, rows = shape
     x, matrix = inputs(tokens, columns).to(dtype), weights("bf16", rows, columns)
@@ -115,7 +128,7 @@ def test_linear_fp32_is_not_rounded(shape, dtype):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("tokens", [1, *slow(3)])
 @pytest.mark.parametrize("form", ["fp8", "bf16"])
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_columns_of_any_number(columns, form, tokens):
@@ -128,8 +141,10 @@ def test_columns_of_any_number(columns, form, tokens):
 # groups of 96 rows do not align with the blocks of the scale, those of 5 not with a program's rows
 @pytest.mark.parametrize(
     ("tokens", "groups", "rows"),
-    [(0, 2, 96), (1, 2, 24), (1, 5, 3), (2, 3, 5), (3, 2, 128), (17, 2, 96), (33, 2, 128)]
-    + [pytest.param(*shape, marks=pytest.mark.slow) for shape in ((1, 2, 96), (5, 2, 6))],
+    [
+        *((0, 2, 96), (1, 2, 24), (2, 3, 5), (3, 2, 128), (33, 2, 128)),
+        *slow_rows((1, 5, 3), (17, 2, 96), (1, 2, 96), (5, 2, 6)),
+    ],
 )
 def test_grouped_linear(tokens, groups, rows, form):
     x = inputs(tokens, groups, 128).bfloat16()

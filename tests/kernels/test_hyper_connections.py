@@ -24,6 +24,12 @@ COMB = [
 ]
 # tokens, streams, width
 SHAPES = [(0, 4, 8), (1, 4, 1), (3, 4, 33), (5, 2, 64)]
+# bf16 everywhere, fp32 once
+TYPED = [
+    *((shape, torch.bfloat16) for shape in SHAPES),
+    (SHAPES[2], torch.float32),
+    *slow_rows(*((shape, torch.float32) for shape in SHAPES if shape != SHAPES[2])),
+]
 # one token, a few, more than the few; the widths of Flash and Pro
 STEPS = [
     (0, 4, 8, torch.bfloat16), (1, 4, 33, torch.float32), (5, 2, 70, torch.bfloat16), (17, 4, 9, torch.float32),
@@ -94,8 +100,7 @@ def test_connect_pre(shape, iterations, hc_eps):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), TYPED, ids=str)
 def test_connect_post(shape, dtype):
     tokens, count, width = shape
     x, streams = torch.randn(tokens, width).to(dtype), torch.randn(shape).to(dtype)
@@ -118,8 +123,7 @@ def test_first_index_of_comb_is_the_source():
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), TYPED, ids=str)
 def test_connect_head(shape, dtype):
     tokens, count, width = shape
     streams, (fn, scale, base) = torch.randn(shape).to(dtype), parameters(count, width)

@@ -12,6 +12,7 @@ from dsv4cli.engine.model.rope import correction_range, frequencies
 from dsv4cli.kernels.rope import rotate
 from dsv4cli.kernels.step_metadata.ref import rotation
 from tests.kernels.rounding import FP32, assert_rounded_once
+from tests.support.slow import slow_rows
 
 # the table of layers with ratio 4 and 128, computed by the official code
 YARN = [
@@ -100,8 +101,15 @@ def turns_of(positions: torch.Tensor, ratio: int, pairs: int = 32) -> torch.Tens
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize(("shape", "pairs"), SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "pairs", "dtype"),
+    [
+        *((*case, torch.bfloat16) for case in SHAPES),
+        *((*case, torch.float32) for case in SHAPES[2:3]),
+        *slow_rows(*((*case, torch.float32) for case in SHAPES[:2] + SHAPES[3:])),
+    ],
+    ids=str,
+)
 def test_rotates_the_trailing_pairs(dtype, shape, pairs):
     x = torch.randn(shape).to(dtype)
     turns = turns_of(torch.arange(shape[0]) * 37, 0, pairs)

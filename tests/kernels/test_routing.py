@@ -29,7 +29,7 @@ def spaced(tokens: int, experts: int) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("logit", [-80.0, -20.0, -1.0, 0.0, 0.5, 19.99, 20.01, 50.0, 1e4, 3e38])
+@pytest.mark.parametrize("logit", [-80.0, -1.0, 0.5, 20.01, 3e38, *slow(-20.0, 0.0, 19.99, 50.0, 1e4)])
 def test_scores(logit):
     x, weight = given(torch.tensor([[logit, 0.25]]))
     _, weights = route_by_id(x, weight, torch.tensor([[0, 1]]), torch.tensor([0]), 1.0)
@@ -39,7 +39,7 @@ def test_scores(logit):
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("logit", [7.0, 10.0625, 11.0, 12.0, 19.5, 20.5])
+@pytest.mark.parametrize("logit", [*slow(7.0), 10.0625, *slow(11.0, 12.0), 19.5, 20.5])
 def test_softplus_is_linear_above_20_only(logit):
     # beside an expert that has nearly all of the weight, a score's error is the error of its share; at 10 the logit in
     # the place of its softplus would be twice as far off as this bound

@@ -18,7 +18,7 @@ from tests.support.damage import INDEX, Damage, Stored, edit_config, folder_empt
 
 def half(harms: Iterable[Damage], which: int) -> list[Any]:
     """Every other one, from `which` on, and the rest among the slow tests: of two commands each meets another half, and
-    `dsv4 inspect` all (test_inspect.py)."""
+    `dsv4 inspect` every third (test_inspect.py)."""
     return [
         harm if number % 2 == which else pytest.param(harm, marks=pytest.mark.slow) for number, harm in enumerate(harms)
     ]

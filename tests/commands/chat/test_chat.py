@@ -17,6 +17,7 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.text.tokens import DSML
 from tests.support.drafts import ManyTokens
 from tests.support.program import SMALL, Program, calls_block
+from tests.support.slow import slow_rows
 from tests.support.terminals import says, speak
 
 
@@ -326,9 +327,9 @@ def test_the_next_line_is_the_result_of_a_call(chat, tools):
     ("script", "result"),
     [
         ("print(input())", '{"name": "weather", "arguments": {"city": "Paris"}}'),
-        ("print('no json')", "no json"),
+        *slow_rows(("print('no json')", "no json")),
         ("raise SystemExit(3)", '{"error": "the command failed with exit code 3"}'),
-        ("import time; time.sleep(60)", '{"error": "no result after 0.5 s"}'),
+        *slow_rows(("import time; time.sleep(60)", '{"error": "no result after 0.5 s"}')),
     ],
     ids=["echo", "no-json", "fails", "slow"],
 )  # fmt: skip

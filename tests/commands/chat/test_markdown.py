@@ -213,7 +213,7 @@ ATOMS = [*INLINE, *BLOCK, *HOSTILE]
 MARKS = re.compile(r"[\s*_`#+>()\[\]\\|:~•─│┼-]")
 
 
-@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 12))])
+@pytest.mark.parametrize("seed", [0, 1, *slow(*range(2, 12))])
 def test_random_texts_lose_nothing_and_command_nothing(shown, seed):
     rng = Random(seed)
     for _ in range(15):

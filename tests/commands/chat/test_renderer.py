@@ -8,6 +8,7 @@ from dsv4cli.commands.chat import renderer
 from dsv4cli.commands.chat.markdown import markdown_lines
 from dsv4cli.commands.chat.renderer import Blocks, Renderer
 from dsv4cli.output import Colours, Output
+from tests.support.slow import slow_except
 
 LONG = "Some words that are **bold** or `code`, and *others* that [lead](http://away) " * 4
 PLAIN = "plain words that have no marks in them " * 3
@@ -46,7 +47,7 @@ def cut(text, rng):
         text = text[size:]
 
 
-@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+@pytest.mark.parametrize("text", slow_except(TEXTS[::3], TEXTS), ids=range(len(TEXTS)))
 def test_blocks_look_the_same_however_they_are_cut(shown, text):
     for columns in (20, 79):
         whole = shown([text], columns)

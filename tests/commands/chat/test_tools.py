@@ -14,6 +14,7 @@ from dsv4cli.engine.text.tokens import USER
 from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from dsv4cli.output import Colours, Output
 from tests.support.program import SMALL, Program, calls_block
+from tests.support.slow import slow
 from tests.support.terminals import Terminal, says, speak, speaking
 from tests.support.waiting import comes
 
@@ -178,7 +179,7 @@ def test_a_turn_of_calls_without_end_ends(monkeypatch, capsys, tmp_path):
     assert done.code == 0
 
 
-@pytest.mark.parametrize("command", ["seq 100000", f"{sys.executable} -c \"print('{USER}' * 5000)\""])
+@pytest.mark.parametrize("command", ["seq 100000", *slow(f"{sys.executable} -c \"print('{USER}' * 5000)\"")])
 def test_results_larger_than_the_context_do_not_lose_the_turn(monkeypatch, capsys, tmp_path, command):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     dsv4 = Program(monkeypatch, capsys)
@@ -189,6 +190,7 @@ def test_results_larger_than_the_context_do_not_lose_the_turn(monkeypatch, capsy
     assert done.err.count("warning: the result is too long; the model gets the first ") == 3
 
 
+@pytest.mark.slow  # test_results_larger_than_the_context_do_not_lose_the_turn fills it too
 def test_calls_until_the_context_is_full_do_not_lose_the_turn(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     dsv4 = Program(monkeypatch, capsys)
@@ -255,7 +257,7 @@ def carrying(monkeypatch, capsys, tmp_path):
 ERRORS = [NotEnoughMemory("none is left", "ask for less"), UnsoundResult("not a number", "report it")]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*ERRORS[:1], *slow(*ERRORS[1:])], ids=lambda error: type(error).__name__)
 def test_calls_that_were_carried_out_stay_when_the_next_answer_fails(carrying, tmp_path, error):
     done, carried, _ = carrying(CALL, CALL, "Well.", fails={3: error}, stdin=b"weather?\n")
     kept = ["user", *(["assistant()", "tool"] * 2)]

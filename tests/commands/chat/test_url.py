@@ -320,6 +320,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(chat, server):
     assert "the oldest 2 messages are dropped" in done.err
 
 
+@pytest.mark.slow  # tests/commands/eval/test_url.py runs the longest command of a server's clients
 def test_it_loads_no_torch(server, tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", "dsv4cli", "chat", "--url", server.url, "Hi"]
     environment = {"XDG_STATE_HOME": str(tmp_path), "PATH": "", "HOME": str(tmp_path)}

@@ -23,7 +23,7 @@ from tests.support.conversions import E2M1, convert, cut_dimension, differing, r
 from tests.support.golden_data import TieWatch, topk_entries
 from tests.support.oracle import logits_in_chunks
 from tests.support.program import BYTES, save_tokenizer
-from tests.support.slow import slow, slow_rows
+from tests.support.slow import slow
 
 TOKENS = 140
 # seeds of texts in which no two scores of the indexer tie for the last place, so that there is one right choice
@@ -54,7 +54,7 @@ DEFAULTS = {"n_shared_experts": 1, "scoring_func": "sqrtsoftplus", "num_nextn_pr
 LARGER = pytest.param("tiny-pro", marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module", params=["tiny-flash", LARGER, "dspark"])
+@pytest.fixture(scope="module", params=[*slow("tiny-flash"), LARGER, "dspark"])
 def net(request, sources):
     return sources(request.param)
 
@@ -203,7 +203,7 @@ def test_transformers_computes_what_the_original_does(loaded, monkeypatch, name)
         assert furthest(transformers_logits(model, ids), logits_in_chunks(engine, ids, [TOKENS])) < TOLERANCE
 
 
-@pytest.mark.parametrize("target", ["transformers", "bf16"])
+@pytest.mark.parametrize("target", ["transformers", *slow("bf16")])
 def test_transformers_finds_the_tokenizer(sources, converted, target):
     from transformers import AutoTokenizer
 
@@ -221,12 +221,10 @@ def test_what_transformers_saves_comes_back(sources, loaded, tmp_path):
     assert differing(values(load(tmp_path / "ours")), expected) == []
 
 
+@pytest.mark.slow  # test_what_transformers_saves_comes_back covers its usual way
 @pytest.mark.parametrize(
     ("dtype", "original_format"),
-    [
-        (torch.bfloat16, True),
-        *slow_rows((torch.float32, False), (torch.bfloat16, False), (torch.float32, True)),
-    ],
+    [(torch.bfloat16, True), (torch.float32, False), (torch.bfloat16, False), (torch.float32, True)],
     ids=str,
 )
 def test_what_transformers_saves_in_other_ways_comes_back(sources, converted, tmp_path, dtype, original_format):

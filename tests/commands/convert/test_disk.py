@@ -16,6 +16,7 @@ from dsv4cli.engine.conversion.disk_space import distinct_sizes
 from dsv4cli.output import Output
 from tests.support import conversions, synthetic
 from tests.support.conversions import convert, files
+from tests.support.slow import slow_except, slow_rows
 
 BF16 = ("--to", "bf16")
 UNFINISHED = ".dsv4-convert"
@@ -53,7 +54,10 @@ REFUSALS = {
 
 @pytest.mark.parametrize(
     ("number", "call"),
-    [*((number, "pwrite") for number in REFUSALS), *((errno.EIO, call) for call in ("fsync", "replace", "mkdir"))],
+    slow_except(
+        [(errno.ENOSPC, "pwrite"), (errno.EFBIG, "pwrite"), (errno.EROFS, "pwrite"), (errno.EIO, "replace")],
+        [*((number, "pwrite") for number in REFUSALS), *((errno.EIO, call) for call in ("fsync", "replace", "mkdir"))],
+    ),
     ids=lambda value: errno.errorcode.get(value, value),
 )
 def test_what_a_disk_refuses_is_a_sentence(small, tmp_path, monkeypatch, number, call):
@@ -235,10 +239,12 @@ def test_the_comparison_counts_bytes(small, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "command"),
     [
-        (("--to", "official"), "inspect {}"),
         (("--to", "nvfp4"), "inspect {} --for vllm"),
-        (("--to", "transformers"), "inspect {} --for transformers"),
-        (("--to", "mp", "--ranks", "1"), "inspect {} --for official"),
+        *slow_rows(
+            (("--to", "official"), "inspect {}"),
+            (("--to", "transformers"), "inspect {} --for transformers"),
+            (("--to", "mp", "--ranks", "1"), "inspect {} --for official"),
+        ),
         (("--to", "bf16", "--layers", "0-1"), "inspect {}"),
     ],
 )
@@ -265,11 +271,9 @@ def test_the_next_step_of_a_part(small, tmp_path):
     [
         ((5,), "--layers 0-1 --no-mtp"),
         ((3, 5), "--layers 0-0 --no-mtp"),
-        ((3,), "--layers 0-0"),
         # the embedding, the head, or every layer
         ((1,), ""),
-        ((4,), ""),
-        ((2, 3), ""),
+        *slow_rows(((3,), "--layers 0-0"), ((4,), ""), ((2, 3), "")),
     ],
 )
 def test_the_layers_that_are_there_can_be_converted(tmp_path, lost, advice):

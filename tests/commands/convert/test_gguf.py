@@ -16,6 +16,7 @@ from dsv4cli.engine.text.prompt import encode_messages
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from tests.support import crashing, damage, questions
 from tests.support.conversions import convert, differing, files, official_values, run, stored
+from tests.support.slow import slow
 
 NANO = Path("dsv4cli/nano")
 FILE = "model-MXFP4.gguf"
@@ -68,7 +69,7 @@ def main_values():
     return {name: value for name, value in official_values(stored(NANO)).items() if not name.startswith("mtp.")}
 
 
-@pytest.mark.parametrize("kind", ["q8", "bf16"])
+@pytest.mark.parametrize("kind", ["q8", *slow("bf16")])
 def test_the_gguf_package_reads_the_same_values(made, kind):
     gguf = pytest.importorskip("gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made / kind / FILE).tensors}
@@ -123,6 +124,7 @@ def test_what_comes_back_runs(made, tmp_path):
         assert model.chat("What is 17 + 25?", temperature=0)["content"] == "17 + 25 = 42."
 
 
+@pytest.mark.slow  # the words of a report
 def test_the_report_says_that_the_drafter_is_left_out(tmp_path):
     out = convert(NANO, tmp_path / "out", "--to", "gguf", "--json")
     (note,) = json.loads(out.splitlines()[-1])["notes"]

@@ -135,6 +135,7 @@ def test_a_block_with_a_damaged_scale_is_refused_by_name(tmp_path):
     )
 
 
+@pytest.mark.slow  # tests/engine/inspection/test_diff.py compares stored types
 def test_differences_are_found_between_types(tmp_path):
     path, values = write_nano(tmp_path / "in", UNSLOTH, parts=3)
     convert(path, tmp_path / "out", "--to", "bf16", "--verify", "off")

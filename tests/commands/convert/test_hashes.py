@@ -17,7 +17,7 @@ from dsv4cli.engine.conversion.hashed_file import CHUNK, ByteBudget, HashedFile
 from dsv4cli.engine.conversion.manifest import Stopped, read_manifest
 from tests.support import conversions, crashing, synthetic
 from tests.support.conversions import convert, files
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_except
 
 TARGETS = {
     "bf16": ("--to", "bf16"),
@@ -65,7 +65,7 @@ def assert_hashes(folder):
     assert read_manifest(folder).hashes == there
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", slow_except(["nvfp4", "official", "mp"], TARGETS))
 def test_no_byte_is_read_again_for_its_hash(source, tmp_path, read, target):
     convert(source, tmp_path / "out", *TARGETS[target], *ALONE)
     assert read == []
@@ -94,7 +94,7 @@ def read_once(pieces):
     return spans
 
 
-@pytest.mark.parametrize("target", ["nvfp4", "mp", *slow("bf16", "fp8")])
+@pytest.mark.parametrize("target", ["nvfp4", *slow("mp"), *slow("bf16", "fp8")])
 def test_a_continued_conversion_reads_what_was_there_once(source, tmp_path, read, monkeypatch, target):
     options, output = (*TARGETS[target], *ALONE), tmp_path / "out"
     calls = tmp_path / "calls"

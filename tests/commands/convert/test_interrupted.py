@@ -18,7 +18,7 @@ from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
 from tests.support.conversions import convert, files
-from tests.support.slow import slow, slow_rows
+from tests.support.slow import slow
 from tests.support.waiting import comes
 
 JOBS = {
@@ -131,7 +131,8 @@ def test_killed_at_every_call(source, whole, calls, tmp_path, job):
         shutil.rmtree(tmp_path / str(number))
 
 
-@pytest.mark.parametrize(("number", "least"), [(150, 1), *slow_rows((45, 6))])
+@pytest.mark.slow  # test_killed_and_run_again has one kill
+@pytest.mark.parametrize(("number", "least"), [(150, 1), (45, 6)])
 def test_killed_again_and_again(source, whole, tmp_path, number, least):
     """Every run gets a little further; what is on the disk is not written again."""
     options, kills, sizes = JOBS["nvfp4"], 0, []
@@ -154,7 +155,7 @@ def test_ctrl_c(source, whole, calls, tmp_path, share):
     assert files(tmp_path / "out") == whole["mp"]
 
 
-@pytest.mark.parametrize("share", [0.3, 1, *slow(0.01, 0.7)])
+@pytest.mark.parametrize("share", [0.3, *slow(1), *slow(0.01, 0.7)])
 def test_the_disk_fills_up(source, whole, tmp_path, monkeypatch, small_batches, share):
     """os.pwrite takes part of the last bytes that fit, then refuses, as a full disk does."""
     room = share * sum(map(len, whole["nvfp4"].values())) * 0.9
@@ -250,7 +251,11 @@ def test_an_unfinished_file_that_was_removed_is_written_anew(source, whole, unfi
 
 @pytest.mark.parametrize(
     "options",
-    [BF16, (*JOBS["nvfp4"], "--no-mtp"), (*JOBS["nvfp4"], "--shard", "1/2"), (*JOBS["nvfp4"][:2], "--verify", "off")],
+    [
+        BF16,
+        (*JOBS["nvfp4"], "--no-mtp"),
+        *slow((*JOBS["nvfp4"], "--shard", "1/2"), (*JOBS["nvfp4"][:2], "--verify", "off")),
+    ],
 )
 def test_another_job_does_not_continue(source, whole, unfinished, options, small_batches):
     before = files(unfinished)

@@ -10,6 +10,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.random_weights import RandomRows, random_tensors
 from tests.support import conversions
 from tests.support.conversions import convert
+from tests.support.slow import slow
 
 TINY = "random:tiny,layers=2,seed=3"
 
@@ -50,7 +51,7 @@ def test_it_is_complete_and_another_seed_is_not(written, tmp_path):
     assert not (tmp_path / "nvfp4").exists()
 
 
-@pytest.mark.parametrize("rows", [(0, 0), (0, 1), (300, 900), (7808, 7820), (0, 16000)])
+@pytest.mark.parametrize("rows", [*slow((0, 0), (0, 1)), (300, 900), (7808, 7820), *slow((0, 16000))])
 def test_rows_are_those_of_the_whole(rows):
     """7,812 rows of 128 are a little less than a period, of which the third tensor has two."""
     identity = resolve_model("random:tiny").identity

@@ -119,9 +119,9 @@ def test_the_same_command_asks_what_is_missing(dsv4, file, out, monkeypatch, err
     ("more", "complaint"),
     [
         (("--seed", "1"), "results of other settings: seed 0, now 1"),
-        (("--model", OTHER), "results of another model"),
-        (("--limit", "2"), "results of other questions"),
         *slow_rows(
+            (("--model", OTHER), "results of another model"),
+            (("--limit", "2"), "results of other questions"),
             (("--max-tokens", "4"), "max_tokens 3, now 4"),
             (("--choices", "answer"), "choices likelihood, now answer"),
         ),
@@ -214,9 +214,8 @@ def test_the_second_model_is_asked_as_the_first(dsv4, file, out):
 @pytest.mark.parametrize(
     ("more", "choices"),
     [
-        ((), "likelihood"),
         (("--think", "high"), "answer"),
-        (("--think", "high", "--choices", "likelihood"), "likelihood"),
+        *slow_rows(((), "likelihood"), (("--think", "high", "--choices", "likelihood"), "likelihood")),
     ],
 )
 def test_who_thinks_answers_choices(dsv4, file, more, choices):

@@ -21,6 +21,7 @@ from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE
 from tests.support.forked import Forked
 from tests.support.program import Program, inside
+from tests.support.slow import slow_except, slow_rows
 from tests.support.synthetic import write_holes
 from tests.support.terminals import Terminal
 from tests.support.variants import write_variant
@@ -75,7 +76,7 @@ def test_a_release_that_nothing_tells_is_unknown_and_the_assumed_one_is_named(tm
     ("model", "words"),
     [
         ("random:flash", ("DeepSeek-V4-Flash", "0 0 (4 128)×20 4", "159.61 GB", "284.33B", "13.80B", "13.27B")),
-        ("random:pro,experts=6", ("6 per layer", "128 128 (4 128)×29 4")),
+        *slow_rows(("random:pro,experts=6", ("6 per layer", "128 128 (4 128)×29 4"))),
         ("random:flash-0731,experts=6", ("0731", "DSpark, 3 blocks")),
         ("random:tiny,layers=2", ("2 with ratios 0 0",)),
     ],
@@ -122,7 +123,7 @@ def test_a_schedule_is_short(ratios, text):
     assert report.schedule(ratios) == text
 
 
-@pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.__name__)
+@pytest.mark.parametrize("harm", slow_except([*HARMS][::3], HARMS), ids=lambda harm: harm.__name__)
 def test_what_would_not_load_is_told_with_exit_code_3(tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)

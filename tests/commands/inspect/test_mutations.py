@@ -18,8 +18,9 @@ from safetensors import safe_open
 
 from tests.support import damage
 from tests.support.program import Program
+from tests.support.slow import slow_except
 
-CASES, MORE_CASES = 20, 180
+CASES, MORE_CASES = 8, 192
 # seconds for one answer, and bytes beyond those that the process has
 PATIENCE, ROOM = 5, 1 << 30
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
@@ -271,7 +272,7 @@ MALICE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("changed", "words"), MALICE.values(), ids=MALICE.keys())
+@pytest.mark.parametrize(("changed", "words"), slow_except([*MALICE.values()][::2], MALICE.values()), ids=MALICE.keys())
 def test_malice_is_named(dsv4, folder, changed, words):
     code, message = answer(dsv4, folder, changed)
     assert code == 3

@@ -19,6 +19,7 @@ from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, Unsupported
 from tests.support import damage, foreign
 from tests.support.hub_server import HubServer, point_at
 from tests.support.program import Program
+from tests.support.slow import slow, slow_rows
 from tests.support.variants import write_variant
 
 NAME = "deepseek-ai/DeepSeek-V4-Flash"
@@ -100,10 +101,9 @@ def test_a_revision_is_asked_for_by_name(hub):
     ("consumer", "command"),
     [
         ("vllm", "→ vllm serve {name} --tool"),
-        ("sglang", "--model-path {name} --tool"),
-        ("transformers", "→ transformers serve {name}@v2\n"),
+        *slow_rows(("sglang", "--model-path {name} --tool"), ("transformers", "→ transformers serve {name}@v2\n")),
         ("dsv4", "→ dsv4 run --model {name}@v2 'What"),
-        ("official", "→ dsv4 convert {name}@v2 OUT --to mp"),
+        *slow_rows(("official", "→ dsv4 convert {name}@v2 OUT --to mp")),
     ],
 )
 def test_a_revision_that_is_judged_is_the_one_that_is_started(hub, dsv4, consumer, command):
@@ -114,7 +114,7 @@ def test_a_revision_that_is_judged_is_the_one_that_is_started(hub, dsv4, consume
     assert done.out.endswith(" --revision v2\n") is (consumer in ("vllm", "sglang"))
 
 
-@pytest.mark.parametrize("consumer", ["vllm", "dsv4"])
+@pytest.mark.parametrize("consumer", ["vllm", *slow("dsv4")])
 def test_no_program_loads_a_repository_whose_headers_are_damaged(hub, dsv4, tmp_path, consumer):
     folder = damage.copy_checkpoint(tmp_path)
     damage.header_not_json(folder)
@@ -131,7 +131,7 @@ def test_the_command_that_runs_a_repository_names_it_as_run_does(hub, dsv4):
     assert f"→ dsv4 run --model {NAME}@main --max-context" in done.out
 
 
-@pytest.mark.parametrize("harm", [foreign.is_v41, foreign.has_bf16_scales, foreign.is_cut_for_no_process])
+@pytest.mark.parametrize("harm", [foreign.is_v41, *slow(foreign.has_bf16_scales, foreign.is_cut_for_no_process)])
 def test_a_foreign_model_is_refused_by_name(hub, tmp_path, harm):
     folder = damage.copy_checkpoint(tmp_path)
     harm(folder)
@@ -151,13 +151,14 @@ def test_an_export_that_convert_reads_is_recognised(hub, tmp_path):
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
-        (damage.shard_missing, (damage.SHARD, "is missing")),
-        (damage.shard_truncated, (damage.SHARD,)),
+        *slow_rows((damage.shard_missing, (damage.SHARD, "is missing")), (damage.shard_truncated, (damage.SHARD,))),
         (damage.shard_is_lfs_pointer, (damage.SHARD, "is a git-lfs pointer, not the weights")),
-        (damage.header_length_absurd, (damage.SHARD, "header")),
-        (damage.header_not_json, (damage.SHARD, "not JSON")),
-        (damage.folder_empty, ("no safetensors file",)),
-        (damage.index_not_json, (f"{NAME}/{damage.INDEX} is not a safetensors index",)),
+        *slow_rows(
+            (damage.header_length_absurd, (damage.SHARD, "header")),
+            (damage.header_not_json, (damage.SHARD, "not JSON")),
+            (damage.folder_empty, ("no safetensors file",)),
+            (damage.index_not_json, (f"{NAME}/{damage.INDEX} is not a safetensors index",)),
+        ),
         (damage.index_leaves_the_folder, (f"{NAME}/{damage.INDEX} names",)),
         (damage.config_missing, (NAME, "no config.json")),
     ],
@@ -192,10 +193,12 @@ def test_damaged_headers_are_asked_for_once(hub, dsv4, tmp_path):
         ({"path": "storage", "status": 503}, ""),
         ({"path": "storage", "cut": 500}, ""),
         ({"path": "storage", "ignore_range": True}, ""),
-        ({"path": "config.json", "cut": 10}, ""),
-        ({"path": "storage", "status": 503, "times": 99}, "HTTP 503"),
-        ({"path": "storage", "cut": 500, "times": 99}, "reached|cut|ended"),
-        ({"path": "storage", "status": 404, "times": 99}, "404|no longer"),
+        *slow_rows(
+            ({"path": "config.json", "cut": 10}, ""),
+            ({"path": "storage", "status": 503, "times": 99}, "HTTP 503"),
+            ({"path": "storage", "cut": 500, "times": 99}, "reached|cut|ended"),
+            ({"path": "storage", "status": 404, "times": 99}, "404|no longer"),
+        ),
         ({"path": "api/models", "status": 401, "times": 99}, "401|login"),
         ({"path": "resolve", "status": 403, "times": 99}, "403|refuses"),
     ],

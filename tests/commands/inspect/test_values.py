@@ -26,7 +26,7 @@ def fill(folder: Path, tensor: str, byte: int) -> None:
     damage.edit_tensor(folder, tensor, lambda stored: replace(stored, data=bytes([byte]) * len(stored.data)))
 
 
-@pytest.mark.parametrize("depth", ["sample", "full"])
+@pytest.mark.parametrize("depth", [*slow("sample"), "full"])
 def test_sound_values(depth):
     done = inside(FLASH, "--values", depth)
     assert done.exit_code == 0
@@ -113,7 +113,9 @@ def test_values_of_a_damaged_checkpoint_are_read_as_far_as_they_are_there(tmp_pa
 @pytest.mark.parametrize(
     "write_variant",
     [
-        lambda target: variants.write_variant(target, BF16, TransformersNaming(recognise(variants.GOLDEN).config)),
+        *slow(
+            lambda target: variants.write_variant(target, BF16, TransformersNaming(recognise(variants.GOLDEN).config))
+        ),
         lambda target: variants.write_variant(target, Formats("fp8", "nvfp4")),
         *slow(
             lambda target: variants.write_variant(target, Formats(wo_a="bf16"), MpNaming(2, 6)),

@@ -1,6 +1,7 @@
 """`dsv4 profile step --draft` from outside: JSON, tables, baselines, what it refuses."""
 
 import json
+from functools import cache
 
 import pytest
 
@@ -8,16 +9,19 @@ from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.engine.checkpoint import source
 from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.read import parse_config
-from dsv4cli.engine.profiling import clock, drafting, step
+from dsv4cli.engine.profiling import ceilings, clock, drafting, step
 from dsv4cli.output import Colours, Output
 from tests.support.program import Program
 
 STEP = ("profile", "step", "--model", "random:tiny,layers=1", "--context", "9")
+# of this machine: measured by the first command that needs them
+CEILINGS = cache(ceilings.measure_ceilings)
 
 
 @pytest.fixture
 def dsv4(monkeypatch, capfd):
     monkeypatch.setattr(clock, "CPU_SECONDS", 0)
+    monkeypatch.setattr(ceilings, "measure_ceilings", CEILINGS)
     for module in (step, drafting):
         monkeypatch.setattr(module, "SECONDS", 0)
         monkeypatch.setattr(module, "FEWEST", 2)

@@ -21,8 +21,9 @@ from dsv4cli.output import Colours, Output
 from tests.support.drafts import ManyTokens
 from tests.support.program import SMALL, Program
 from tests.support.shared_models import load_models_anew
+from tests.support.slow import slow
 
-ASK = ("run", "What is 17 + 25?", "--temperature", "0", "--draft", "off")
+ASK = ("run", "What is 17 + 25?", "--model", SMALL, "--draft", "off")
 KEYS = ["drafter", "steps", "drafted", "accepted", "per_position", "tokens_per_step"]
 LINE = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage", "seed"]
 
@@ -86,11 +87,15 @@ def test_other_ranks_are_given_all_of_a_job_that_is_not_their_own():
 
 
 def test_drafts_are_told_below_the_answer_and_in_the_document(dsv4, monkeypatch):
-    plain, alone = dsv4(*ASK), json.loads(dsv4(*ASK, "--json").out)
+    def ask(*options):
+        dsv4.model_says("17 + 25 = 42.")
+        return dsv4(*ASK, *options)
+
+    plain, alone = ask(), json.loads(ask("--json").out)
     assert "drafts" not in plain.err
     assert alone["draft"] is None
     made = ManyTokens(monkeypatch)
-    several, document = dsv4(*ASK), json.loads(dsv4(*ASK, "--json").out)
+    several, document = ask(), json.loads(ask("--json").out)
     assert several.out == plain.out == "17 + 25 = 42.\n"
     assert made.steps[:2] == [[1], [3]]
     assert (document["ids"], document["usage"]) == (alone["ids"], alone["usage"])
@@ -146,7 +151,7 @@ def test_what_drafts_came_to_in_words(dsv4, monkeypatch, report, line):
     assert ("drafts" in done.err) is bool(line)
 
 
-@pytest.mark.parametrize("most", [2, 3, 7])
+@pytest.mark.parametrize("most", [3, *slow(2, 7)])
 @pytest.mark.parametrize(
     ("stops", "said", "content", "tokens"),
     [
@@ -168,7 +173,7 @@ def test_a_stop_string_cuts_inside_a_step(dsv4, monkeypatch, most, stops, said, 
     assert document["usage"]["completion_tokens"] == tokens
 
 
-@pytest.mark.parametrize("most", [2, 3, 7])
+@pytest.mark.parametrize("most", [3, *slow(2, 7)])
 def test_limits_end_inside_a_step(dsv4, monkeypatch, most):
     def ask():
         options = ("--model", SMALL, "--max-tokens", "9", "--logprobs", "2", "--seed", "1", "--json", "--draft", "off")

@@ -15,7 +15,7 @@ USER = "<｜User｜>"
 # without drafts: they decide in which order answers end
 SHORT = ("--model", SMALL, "--max-tokens", "3", "--prefill-chunk", "8", "--draft", "off")
 LABELLED = [
-    {"prompt": "long " * 30, "id": 7},
+    {"prompt": "long " * 14, "id": 7},
     {"prompt": "x"},
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "g", "prompt": "y"}},
     {"prompt": "z", "max_tokens": 2, "temperature": 0},
@@ -189,13 +189,13 @@ def test_bad_lines_are_named_before_prompts_are_shown(dsv4):
 
 
 def test_several_answers_to_a_prompt(dsv4):
-    given = ("run", "hi", "--model", SMALL, "--max-tokens", "6", "--seed", "3")
+    given = ("run", "hi", "--model", SMALL, "--max-tokens", "3", "--seed", "3")
     document = json.loads(dsv4(*given, "-n", "3", "--json").out)
     answers = document["answers"]
     one = json.loads(dsv4(*given, "--json").out)
     assert (answers[0]["ids"], answers[0]["seed"]) == (one["ids"], 3)
     assert len({one["seed"] for one in answers}) == len({tuple(one["ids"]) for one in answers}) == 3
-    alone = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "6", "--seed", str(answers[2]["seed"]), "--json")
+    alone = dsv4("run", "hi", "--model", SMALL, "--max-tokens", "3", "--seed", str(answers[2]["seed"]), "--json")
     assert json.loads(alone.out)["ids"] == answers[2]["ids"]
     done = dsv4(*given, "-n", "3")
     assert done.out == "\n".join(f"{one['content'].removesuffix(chr(10))}\n" for one in answers)

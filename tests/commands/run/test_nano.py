@@ -62,7 +62,8 @@ def test_it_answers_what_it_has_not_seen(examinee, counts, most_wrong):
     assert sum(map(sum, found.values())) >= sum(counts.values()) - most_wrong, found
 
 
-@pytest.mark.parametrize("counts", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.slow  # a property of the model that was trained
+@pytest.mark.parametrize("counts", [FEW, MANY], ids=["few", "many"])
 def test_without_compressed_entries_it_finds_nothing_far_away(examinee, counts):
     far = "retrieval 200 to 1000"
     with window_only():

@@ -108,7 +108,7 @@ def test_tool_calls(dsv4):
     assert document["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize(("ends", "reported"), [(True, "warning: "), (False, "→ the answer was cut off")])
+@pytest.mark.parametrize(("ends", "reported"), [(True, "warning: "), *slow_rows((False, "→ the answer was cut off"))])
 def test_calls_that_cannot_be_read_are_shown_as_text(dsv4, ends, reported):
     text = f"I look.{CALLS_OPEN}>\nnonsense"
     dsv4.model_says(text, ends=ends)
@@ -121,9 +121,9 @@ def test_calls_that_cannot_be_read_are_shown_as_text(dsv4, ends, reported):
 @pytest.mark.parametrize(
     ("stops", "said", "content", "tokens"),
     [
-        (["STOP"], "one STO two STOP three", "one STO two ", 16),
+        *slow_rows((["STOP"], "one STO two STOP three", "one STO two ", 16)),
         (["zzz", "two", "STOP"], "one STO two STOP three", "one STO ", 11),
-        (["<"], "one", "one", 4),  # the end token is no text
+        *slow_rows((["<"], "one", "one", 4)),  # the end token is no text
     ],
 )
 def test_a_stop_string_ends_the_answer(dsv4, stops, said, content, tokens):
@@ -137,7 +137,7 @@ def test_a_stop_string_ends_the_answer(dsv4, stops, said, content, tokens):
 
 def test_a_seed_repeats_and_its_absence_is_told(dsv4):
     def ask(*options):
-        return json.loads(dsv4("run", "hi", "--model", SMALL, "--max-tokens", "3", "--json", *options).out)
+        return json.loads(dsv4("run", "hi", "--model", SMALL, "--max-tokens", "2", "--json", *options).out)
 
     first, again, other, free = ask("--seed", "3"), ask("--seed", "3"), ask("--seed", "4"), ask()
     assert first["ids"] == again["ids"] != other["ids"]

@@ -20,6 +20,7 @@ from dsv4cli.commands.run.show import show_reading
 from dsv4cli.engine.runtime import leader_step as drawing
 from tests.support.forked import Forked
 from tests.support.program import BYTES, ROOT, SMALL
+from tests.support.slow import slow_rows
 from tests.support.terminals import ESCAPES, Terminal, says, speaking
 
 # a model of one layer that says words for ever; computing on a CPU imports no Triton
@@ -123,7 +124,7 @@ def test_ctrl_c_while_the_program_is_imported(monkeypatch):
     assert ended.value.code == 130
 
 
-@pytest.mark.parametrize(("word", "code"), [("--version", 0), ("--nothing", 2)])
+@pytest.mark.parametrize(("word", "code"), [*slow_rows(("--version", 0)), ("--nothing", 2)])
 def test_the_end_takes_nothing_apart(word, code):
     """With PyTorch and a GPU's memory that takes a second."""
     program = f"""

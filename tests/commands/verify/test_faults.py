@@ -20,8 +20,8 @@ from tests.support.serving import asking, served
 from tests.support.shared_models import load_anew
 from tests.support.slow import slow
 
-# named with few requests
-FEW = ("template without BOS", "stop ignored", "errors are 500")
+# named with the fewest requests
+FEW = ("errors are 500",)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,7 @@ def test_a_fault_is_named(fault, nano, monkeypatch):
     assert fault.check in wrong, wrong
 
 
+@pytest.mark.slow  # test_verify.py has a right server
 def test_a_proxy_without_a_fault_is_right(nano):
     with FaultyProxy(nano.port, Fault("none", "")).serving() as proxy:
         assert checked(proxy.url, Scope(quick=True, only=frozenset({"limits"}))) == {}

@@ -15,6 +15,7 @@ from dsv4cli.engine.verification.reference import ScoredText, ServerReference, r
 from dsv4cli.engine.verification.schema_errors import schema_errors
 from dsv4cli.engine.verification.tool_scenarios import ORDER, UNION, scenarios
 from dsv4cli.engine.verification.vocabularies import open_tokenizer
+from tests.support.slow import slow_rows
 
 
 def answer(*tokens, top=()):
@@ -76,7 +77,7 @@ def test_there_are_a_hundred_scenarios_and_sixty_conversations():
     assert sum(map(len, conversations().values())) == 60
 
 
-@pytest.mark.parametrize(("quick", "most"), [(True, 60), (False, 400)])
+@pytest.mark.parametrize(("quick", "most"), [(True, 60), *slow_rows((False, 400))])
 def test_a_run_makes_no_more_requests_than_promised(quick, most):
     """With all APIs, a reference, and the eight requests that find out what the server offers."""
     every = CheckedServer(

@@ -383,7 +383,7 @@ class Interruption:
     ("owner", "name"),
     [
         (Cache, "take_block"),
-        (Runner, "_advance"),
+        *slow_rows((Runner, "_advance")),
         *slow_rows((Cache, "_release"), (Cache, "reserve"), (Cache, "snapshot")),
     ],
 )
@@ -449,7 +449,7 @@ def test_a_failure_in_the_model_is_passed_on_and_forgotten(monkeypatch, wrong):
 
 @pytest.mark.parametrize(
     ("budget", "most", "index", "closed"),
-    [(0, 8, 0, "budget"), (None, 2, 0, "limit"), *slow_rows((3, 12, 3, "budget"), (None, 8, 5, "limit"))],
+    [(0, 8, 0, "budget"), *slow_rows((None, 2, 0, "limit")), *slow_rows((3, 12, 3, "budget"), (None, 8, 5, "limit"))],
 )
 def test_thinking_is_ended_in_time_and_answered(budget, most, index, closed):
     with new_conversation("high", max_tokens=most) as one:

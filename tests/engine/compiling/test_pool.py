@@ -12,6 +12,7 @@ from dsv4cli.engine.compiling.demand import Span, Step
 from dsv4cli.engine.compiling.launches import Launch
 from dsv4cli.engine.compiling.pool import CompilerPool, Counts
 from dsv4cli.engine.settings import Sampling
+from tests.support.slow import slow
 
 FIRST, SECOND = Step(((1, 0),), Sampling(), 8), Step(((1, 1),), Sampling(), 8)
 SPAN = Span(1, 2, Sampling(), 8)
@@ -135,7 +136,7 @@ def test_launchers_are_built_with_few_optimisations(monkeypatch):
     assert ran[1:] == [["own"]]
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [False, *slow(True)])
 def test_a_launcher_is_built_once_for_all_with_its_signature(dies, monkeypatch):
     """And kernels are named when it is there: whoever loads one before would build it again."""
     events: list[str] = []

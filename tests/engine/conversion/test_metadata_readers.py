@@ -14,6 +14,7 @@ from dsv4cli.engine.conversion.selection import LayerSelection, select
 from dsv4cli.engine.conversion.target import FORMATS
 from tests.support.damage import GOLDEN
 from tests.support.metadata import CONFIG, PARTIAL, ROOT, TINY, saved, with_inference
+from tests.support.slow import slow_rows
 
 
 @pytest.mark.parametrize("name", ["flash", "pro", "flash-0731", "tiny"])
@@ -80,10 +81,9 @@ def test_the_engine_reads_what_is_written_in_official_names(tmp_path, target):
 @pytest.mark.parametrize(
     ("formats", "kept", "count"),
     [
-        (Formats(), "", 0),
-        (Formats(wo_a="bf16"), "o_a_proj", 5),
+        *slow_rows((Formats(), "", 0), (Formats(wo_a="bf16"), "o_a_proj", 5)),
         (Formats("bf16", "fp4"), "self_attn.|shared_experts.", 5 * 8 + 2),
-        (Formats("fp8", "nvfp4"), "", 0),
+        *slow_rows((Formats("fp8", "nvfp4"), "", 0)),
     ],
     ids=["official", "mp", "attention-bf16", "nvfp4"],
 )

@@ -9,6 +9,7 @@ from dsv4cli.engine.evaluation.extract import boxed, choice_in, number_in, same_
 from dsv4cli.engine.evaluation.items import EvalItem
 from dsv4cli.engine.evaluation.judge import judge
 from tests.support.program import ROOT
+from tests.support.slow import slow
 
 # style, score, answer, choices, content, and whether the content is correct by the judgement of a person
 COMPLETIONS = [json.loads(line) for line in (ROOT / "tests/data/completions.jsonl").read_text("utf-8").splitlines()]
@@ -33,7 +34,16 @@ def test_the_table_has_near_misses_and_chinese():
 
 
 @pytest.mark.parametrize(
-    "text", ["\n", "9", "1,", "12 34/", "\\boxed{", "{", "answer is not ", "#### ", "A) ", "选", "\\text{", "**"]
+    "text",
+    [
+        *slow("\n", "9"),
+        "1,",
+        "12 34/",
+        "\\boxed{",
+        *slow("{", "answer is not ", "#### ", "A) "),
+        "选",
+        *slow("\\text{", "**"),
+    ],
 )
 def test_long_answers_take_time_in_proportion(text):
     """Quadratic time would take minutes here, and end at the limit of a test."""

@@ -14,6 +14,7 @@ from dsv4cli.engine.hub.retry import RetryPolicy
 from dsv4cli.errors import CheckpointError, HubError, UsageError
 from tests.support import damage
 from tests.support.hub_server import HubServer, point_at
+from tests.support.slow import slow
 
 HASTY = RetryPolicy(first_wait=0.001, longest_wait=0.004, stall=0.4)
 
@@ -126,11 +127,10 @@ def test_index_and_files_that_disagree(hub, folder):
     "fault",
     [
         {"cut": 500, "times": 4},
-        {"short": 3, "times": 2},
-        {"status": 503, "times": 4},
+        *slow({"short": 3, "times": 2}, {"status": 503, "times": 4}),
         {"status": 429, "times": 2, "headers": {"Retry-After": "0"}},
         {"ignore_range": True, "times": 9},
-        {"pause": (100, 9.0), "times": 1},
+        *slow({"pause": (100, 9.0), "times": 1}),
     ],
     ids=str,
 )
