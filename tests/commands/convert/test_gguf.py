@@ -156,6 +156,12 @@ def test_values_of_bf16_become_the_same_q8_0(made, tmp_path):
     assert found == whole
 
 
+def test_what_q8_0_rounds_of_bf16_is_no_difference(tmp_path):
+    """Its values are read as fp32, which would hold those of bf16."""
+    convert(NANO, tmp_path / "bf16", "--to", "bf16", "--layers", "0-0", "--no-mtp", "--verify", "off")
+    assert "the others within 0.00" in convert(tmp_path / "bf16", tmp_path / "out", "--to", "gguf")
+
+
 def test_what_bf16_holds_is_not_rounded(tmp_path):
     plan = json.loads(convert(NANO, tmp_path / "out", "--to", "gguf", "--attention", "bf16", "--json", "--dry-run"))
     assert plan["rounded"] == {}

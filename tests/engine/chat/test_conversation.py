@@ -115,6 +115,13 @@ def test_the_last_of_several_questions_that_were_read_at_once_is_replaced():
     assert one.reused == len(ids) - 1 - ids[::-1].index(dialogue().tokenizer.token_id(USER)) > 20
 
 
+def test_states_are_stored_before_the_last_two_questions_and_at_the_end():
+    ids = dialogue().prompt([user("One?"), said("1."), user("Two?"), said("2."), user("Three?")]).ids
+    questions = [place for place, token in enumerate(ids) if token == dialogue().tokenizer.token_id(USER)]
+    assert len(questions) == 3
+    assert dialogue().boundaries(ids) == (*questions[1:], len(ids))
+
+
 # the first block ends within the question
 LONG = [SYSTEM, user("What is it? " * 4)]
 

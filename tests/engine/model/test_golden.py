@@ -153,6 +153,7 @@ def test_end_to_end_over_all_cases(name, steps):
         assert ours <= EXPLAINED * sum(noises(name, kind, steps)), kind
 
 
+@pytest.mark.slow  # test_end_to_end compares the same recording
 @pytest.mark.parametrize(("name", "prompt"), TIED)
 def test_only_ties_differ_end_to_end(name, prompt, monkeypatch):
     official_sums(monkeypatch)

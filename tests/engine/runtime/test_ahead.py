@@ -271,6 +271,7 @@ def test_a_request_that_comes_waits_for_one_step(launched):
     assert other in [result.request for result in one.step()]
 
 
+@pytest.mark.slow  # graphs are those of a GPU
 def test_no_rank_holds_a_captured_step_when_it_has_ended(monkeypatch):
     """NCCL's process group waits for the graphs that hold its launches."""
     steps, prepared = [], GraphRunner._prepared

@@ -125,8 +125,7 @@ def test_several_prompts_share_a_captured_step(steps, drafts, monkeypatch):
     [
         (5, [8] * 4, True),
         (5, [8] * 5, False),
-        (5, [400, 400], False),
-        (1, [8], True),
+        *slow_rows((5, [400, 400], False), (1, [8], True)),
         *slow_rows((5, [400, 300], True)),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.runtime.drafts.draft_controller import PROBE, DraftController, StepCosts
 from dsv4cli.engine.runtime.step_sizes import batch_size
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_except, slow_rows
 
 # milliseconds of a step by its rows, and of making drafts: what the drafter takes in of each step, and each draft
 ROWS = {1: 5.0, 2: 6.1, 4: 8.1, 8: 11.5, 16: 17.0, 32: 27.0, 64: 45.0}
@@ -106,7 +106,7 @@ def fixed(truth: Callable[[int], Sequence[float]], count: int, most: int = 7) ->
 
 
 @BOTH
-@pytest.mark.parametrize("sequences", [1, *(pytest.param(count, marks=pytest.mark.slow) for count in (4, 8)), 64])
+@pytest.mark.parametrize("sequences", [1, *slow(4, 8, 64)])
 @pytest.mark.parametrize("reports", [sure, lambda chance: chance], ids=["sure", "honest"])
 def test_it_closes_where_nothing_is_accepted(most, sequences, reports):
     one = Simulation(DraftController(most), WRONG, sequences, reports).run(500)
@@ -132,7 +132,7 @@ def test_it_opens_again(most):
 
 
 @BOTH
-@pytest.mark.parametrize(("truth", "few", "many"), [(PROSE, 2, 3), (GOOD, 4, 7)], ids=["prose", "code"])
+@pytest.mark.parametrize(("truth", "few", "many"), [*slow_rows((PROSE, 2, 3)), (GOOD, 4, 7)], ids=["prose", "code"])
 def test_as_many_drafts_as_pay(most, truth, few, many):
     one = Simulation(DraftController(most), truth).run(200)
     one.tokens = one.milliseconds = 0
@@ -155,7 +155,7 @@ def test_an_acceptance_is_of_the_draft_that_was_accepted():
 
 @BOTH
 @pytest.mark.parametrize("says", [0.05, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
-@pytest.mark.parametrize("truth", [*slow(PROSE), WRONG, GOOD], ids=["prose", "wrong", "code"])
+@pytest.mark.parametrize("truth", [*slow(PROSE, WRONG), GOOD], ids=["prose", "wrong", "code"])
 def test_what_a_drafter_says_is_calibrated(most, says, truth):
     one = Simulation(DraftController(most), truth, reports=lambda chance: says).run(300)
     expected = sum(truth(0)[:3]) / 3
@@ -164,7 +164,7 @@ def test_what_a_drafter_says_is_calibrated(most, says, truth):
     assert one.run(500).speed > 0.93 * max(fixed(truth, count) for count in range(most + 1))
 
 
-@pytest.mark.parametrize("sequences", range(1, 65))
+@pytest.mark.parametrize("sequences", slow_except([1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 63, 64], range(1, 65)))
 def test_no_more_rows_than_graphs_hold(sequences):
     """As captured steps have them, with times and without; what fits is used."""
     one = Simulation(DraftController(7), GOOD, sequences, rows=lambda rows: 5.0).run(12)

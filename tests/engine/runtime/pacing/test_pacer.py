@@ -156,7 +156,7 @@ CAPTURED = {
     [
         *slow_rows(("two", 1.0, 0.00796, 12_000, 1.2)),
         ("two", 0.9, 0.0075, 16_000, 1.2),
-        ("one", 1.0, 0.0121, 4_400, 0.95),
+        *slow_rows(("one", 1.0, 0.0121, 4_400, 0.95)),
     ],
 )
 def test_decoding_requests_that_ride_along_leave_more_time(monkeypatch, card, part, decode, least, gain):
