@@ -195,3 +195,27 @@ def parse_drafting(text: str) -> Drafting:
         return Drafting(None if text == "auto" else 0)
     require(re.fullmatch(r"[1-9]\d{0,8}", text, re.ASCII) is not None, "--draft", repr(text), DRAFT_REMEDY)
     return Drafting(int(text))
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a shared job: number `index` of `count`, counted from 1."""
+
+    index: int = 1
+    count: int = 1
+
+    def has(self, number: int) -> bool:
+        """Return whether an item of a list belongs to the part, by its number from 0: every `count`th does."""
+        return number % self.count == self.index - 1
+
+
+WHOLE = Part()
+
+
+def parse_part(text: str) -> Part:
+    """Parse a part such as `2/8`. Raises UsageError."""
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
+    part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
+    if not 1 <= part.index <= part.count:
+        raise UsageError(f"--shard {text!r} is not a valid part", "give I/N with I from 1 to N, for example 2/8")
+    return part

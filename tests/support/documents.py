@@ -13,12 +13,11 @@ import typer
 
 from dsv4cli import cli
 from dsv4cli.engine.checkpoint.source import resolve_model
-from dsv4cli.engine.conversion.options import parse_part
 from dsv4cli.engine.conversion.selection import parse_layers
 from dsv4cli.engine.hub.selection import parse_kinds
 from dsv4cli.engine.inspection.fit.cluster import NODES, parse_cluster
 from dsv4cli.engine.inspection.fit.machine import parse_machine
-from dsv4cli.engine.settings import parse_size
+from dsv4cli.engine.settings import parse_part, parse_size
 from dsv4cli.errors import Dsv4Error
 from tests.support.program import ROOT, command
 

@@ -72,6 +72,13 @@ OutOpt = Annotated[
         "interruption, run the same command again.",
     ),
 ]
+ShardOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="With --prompts: answer part I of N, which is every Nth line, to split the work over N machines.",
+    ),
+]
 SkipBadOpt = Annotated[bool, typer.Option("--skip-bad", help="With --prompts: skip lines that cannot be answered.")]
 SamplesOpt = Annotated[
     int, typer.Option("--samples", "-n", help="Number of answers per prompt, each with its own seed.")
@@ -101,6 +108,7 @@ def run(
     prompts: PromptsOpt = None,
     out: OutOpt = None,
     skip_bad: SkipBadOpt = False,
+    shard: ShardOpt = None,
     score: ScoreOpt = None,
     system: SystemOpt = None,
     samples: SamplesOpt = 1,
@@ -119,7 +127,7 @@ def run(
     nano, a small DeepSeek-V4 model that ships with dsv4.
     """
     torchrun: bool = context.obj.torchrun
-    given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out)
+    given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out, shard)
     printed, choice = Output(context.obj.colours, as_json, quiet), ServerChoice(url, api_key_file, concurrency)
     if check_server(context, choice, TOKEN_OPTIONS):
         _check(given, options.device, only_show, as_json, logprobs)
@@ -152,6 +160,7 @@ class Inputs(NamedTuple):
     skip_bad: bool
     seed: int | None
     out: Path | None
+    shard: str | None
 
 
 def _work(job: Job, given: Inputs, only_show: bool) -> Work:
@@ -182,15 +191,20 @@ def _ask(remote: RemoteRun, given: Inputs) -> None:
 
 
 def _lines(path: Path, given: Inputs) -> Source:
-    return Source(path, given.system, given.samples, given.skip_bad, given.seed, given.out)
+    from dsv4cli.engine.settings import WHOLE, parse_part
+
+    part = WHOLE if given.shard is None else parse_part(given.shard)
+    return Source(path, given.system, given.samples, given.skip_bad, given.seed, given.out, part)
 
 
 def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
     """Raise UsageError for invalid options, or options that cannot be combined."""
-    from dsv4cli.engine.settings import check_device
+    from dsv4cli.engine.settings import check_device, parse_part
     from dsv4cli.engine.text.questions import check_samples
 
     check_device(device)
+    if given.shard is not None:
+        parse_part(given.shard)
     check_samples(given.samples)
     _check_modes(given)
     if only_show:
@@ -213,10 +227,10 @@ def _check_modes(given: Inputs) -> None:
         raise UsageError(f"--system and {names[0]} cannot be combined", "put the system message into the file")
     if given.score is not None:
         _refuse_together("--score", {"--samples": given.samples > 1 or None})
-    if given.prompts is None and (given.out is not None or given.skip_bad):
-        raise UsageError(
-            f"{'--out' if given.out else '--skip-bad'} works only with --prompts", "add --prompts FILE.jsonl"
-        )
+    lines_only = {"--out": given.out, "--skip-bad": given.skip_bad or None, "--shard": given.shard}
+    unused = [name for name, value in lines_only.items() if value is not None]
+    if given.prompts is None and unused:
+        raise UsageError(f"{unused[0]} works only with --prompts", "add --prompts FILE.jsonl")
 
 
 def _refuse_together(option: str, others: Mapping[str, object]) -> None:

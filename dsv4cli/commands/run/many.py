@@ -20,7 +20,7 @@ from dsv4cli.output import Output, ReaderGone, counted
 
 if TYPE_CHECKING:
     from dsv4cli.engine.chat.answer_file import AnswerFile, AnswerKey
-    from dsv4cli.engine.settings import Sampling
+    from dsv4cli.engine.settings import Part, Sampling
     from dsv4cli.engine.text.inputs import BadLine, ScoreItem
     from dsv4cli.engine.text.questions import Question
 
@@ -64,7 +64,12 @@ Take = Callable[[WantedAnswer, dict[str, Any] | None], None]
 
 
 class Source(NamedTuple):
-    """The file of questions, and the options for answering them. seed: None if it was not given."""
+    """The file of questions, and the options for answering them.
+
+    Attributes:
+        seed: None if it was not given.
+        part: which of the questions to answer.
+    """
 
     path: Path
     system: str | None
@@ -72,6 +77,7 @@ class Source(NamedTuple):
     skip_bad: bool
     seed: int | None
     out: Path | None
+    part: "Part"
 
 
 def read_many(job: Job, source: Source) -> AnswerBatch:
@@ -100,7 +106,7 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
     from dsv4cli.engine.text.inputs import BadLine
     from dsv4cli.engine.text.questions import read_questions
 
-    questions, bad = read_questions(source.path, source.system)
+    questions, bad = read_questions(source.path, source.system, source.part)
     good, prompts, lookalikes = [], [], dict[str, None]()
     for question in questions:
         try:
@@ -121,7 +127,7 @@ def leave_out(out: Output, source: Source, bad: "list[BadLine]", *, any_good: bo
     """Warn of each invalid line. Raises UsageError unless --skip-bad is set and some lines are valid."""
     from dsv4cli.engine.text.inputs import name_of, refuse
 
-    if not source.skip_bad or not any_good:
+    if not source.skip_bad or not (any_good or source.part.count > 1):
         refuse(source.path, bad, "" if source.skip_bad else ", or skip them with --skip-bad")
     for one in sorted(bad, key=lambda one: one.number):
         out.warning(f"{name_of(source.path)}, line {one.number} is skipped: {one.error.message}")
@@ -185,13 +191,20 @@ def answer_many(job: Job, many: AnswerBatch) -> None:
         if many.answers:
             _answer(job, many, clock, take)
     if not many.answers:
-        job.out.status(f"{many.out} already has all {counted(many.total, 'answer')}")
+        job.out.status(all_there(many))
         return
     report_traffic(job.out, clock.experts)
     report_drafts(job.out, clock.drafts)
     job.out.status(f"{counted(len(many.answers), 'answer')}, {clock.sentence()}; seed {many.seed}")
     if before:
         job.out.status(f"{many.out} already had {counted(before, 'answer')}")
+
+
+def all_there(many: AnswerBatch) -> str:
+    """Return the sentence for a batch without missing answers."""
+    if not many.total:
+        return "no prompt belongs to this part"
+    return f"{many.out} already has all {counted(many.total, 'answer')}"
 
 
 def _answer(job: Job, many: AnswerBatch, clock: Clock, take: Take) -> None:
@@ -249,7 +262,7 @@ def show_prompts(job: Job, source: Source) -> None:
     """Print the exact text and token ids of each prompt as a JSON line."""
     from dsv4cli.engine.text.questions import read_questions
 
-    questions, bad = read_questions(source.path, source.system)
+    questions, bad = read_questions(source.path, source.system, source.part)
     leave_out(job.out, source, bad, any_good=bool(questions))
     for question in questions:
         prompt = job.dialogue.prompt(question.messages)

@@ -7,7 +7,16 @@ from functools import partial
 from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.run.many import AnswerBatch, Source, WantedAnswer, answer_sink, leave_out, missing_answers, seeded
+from dsv4cli.commands.run.many import (
+    AnswerBatch,
+    Source,
+    WantedAnswer,
+    all_there,
+    answer_sink,
+    leave_out,
+    missing_answers,
+    seeded,
+)
 from dsv4cli.commands.run.show import show_answer, stream_answer
 from dsv4cli.commands.server_options import OpenServer
 from dsv4cli.errors import AnswerLost, ServerError
@@ -121,7 +130,7 @@ class RemoteRun(NamedTuple):
                     take(one, one.head() | found.record() | {"seed": one.request.sampling.seed})
                 show(done, many.total, f"{tokens / (perf_counter() - start):,.0f} tokens/s")
         if not many.answers:
-            self.out.status(f"{many.out} already has all {counted(many.total, 'answer')}")
+            self.out.status(all_there(many))
             return
         new, seconds = len(many.answers) - skipped, duration_text(perf_counter() - start)
         self.out.status(f"{counted(new, 'answer')}, {counted(tokens, 'token')} in {seconds}; seed {many.seed}")
@@ -149,7 +158,7 @@ class RemoteRun(NamedTuple):
         from dsv4cli.engine.chat.answer_file import AnswerFile
         from dsv4cli.engine.text.questions import read_questions
 
-        questions, bad = read_questions(source.path, source.system)
+        questions, bad = read_questions(source.path, source.system, source.part)
         leave_out(self.out, source, bad, any_good=bool(questions))
         if source.out is None:
             answers = self._wanted(source, questions, self.server.sampling)

@@ -20,13 +20,14 @@ from dsv4cli.engine.conversion.disk_space import disk_errors
 from dsv4cli.engine.conversion.finish import assemble, assembled, clear
 from dsv4cli.engine.conversion.hashed_file import write_all
 from dsv4cli.engine.conversion.job import Conversion
-from dsv4cli.engine.conversion.journal import Journal, Part, Verdict, write_file
+from dsv4cli.engine.conversion.journal import Journal, Verdict, write_file
 from dsv4cli.engine.conversion.manifest import CHECKS, MANIFEST, Manifest, read_manifest
 from dsv4cli.engine.conversion.plan import chunks
 from dsv4cli.engine.conversion.recode import Recoder
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
 from dsv4cli.engine.conversion.write import FileDone, carry_out, step_bytes, write_rows
+from dsv4cli.engine.settings import Part
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError, UnsoundResult
 from dsv4cli.harmless import shell_word

@@ -17,7 +17,7 @@ from dsv4cli.engine.checkpoint.opening import open_stored
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.conversion.disk_space import disk_errors
 from dsv4cli.engine.conversion.job import job_of, whole_copies
-from dsv4cli.engine.conversion.journal import PLAN, Journal, Part, Verdict, read_plan, write_file
+from dsv4cli.engine.conversion.journal import PLAN, Journal, Verdict, read_plan, write_file
 from dsv4cli.engine.conversion.manifest import (
     CHECKS,
     MANIFEST,
@@ -32,6 +32,7 @@ from dsv4cli.engine.conversion.metadata import CONFIG, copied_files
 from dsv4cli.engine.conversion.selection import renumbered
 from dsv4cli.engine.conversion.sources import open_source
 from dsv4cli.engine.conversion.verify import Verification, verify
+from dsv4cli.engine.settings import Part
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError, UnsoundResult, UsageError
 from dsv4cli.harmless import shell_word

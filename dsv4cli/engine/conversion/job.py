@@ -26,11 +26,12 @@ from dsv4cli.engine.conversion.copies import Copy, copies_of
 from dsv4cli.engine.conversion.disk_space import distinct_sizes, free_bytes
 from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata, stem
 from dsv4cli.engine.conversion.gguf.plan import plan_gguf
-from dsv4cli.engine.conversion.journal import Part, Times
+from dsv4cli.engine.conversion.journal import Times
 from dsv4cli.engine.conversion.metadata import is_dead, metadata_files
 from dsv4cli.engine.conversion.plan import ORDER, FilePlan, plan_files
 from dsv4cli.engine.conversion.selection import LayerSelection, select, stored_part
 from dsv4cli.engine.conversion.target import Target
+from dsv4cli.engine.settings import WHOLE, Part
 from dsv4cli.engine.system.regular_files import Stamp
 from dsv4cli.errors import CheckpointError, NotEnoughDisk, UsageError
 from dsv4cli.harmless import shell_word
@@ -49,7 +50,7 @@ class Conversion:
     target: Target
     selection: LayerSelection
     max_file: int
-    part: Part = Part()  # noqa: RUF009 - frozen
+    part: Part = WHOLE
     texts: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
@@ -213,15 +214,12 @@ class Conversion:
     def description(self) -> dict[str, Any]:
         """The plan as JSON: equal for equal conversions only, and enough to finish without the source."""
         files = {
-            file.name: {
-                "nbytes": file.nbytes,
-                "header": hashlib.sha256(file.header).hexdigest(),
-                "header_bytes": len(file.header),
-            }
+            file.name: {"nbytes": file.nbytes, "header": hashlib.sha256(file.header).hexdigest()}
+            | {"header_bytes": len(file.header)}
             for file in self.files
         }
-        folder = self.source.checkpoint.folder
-        metadata = metadata_files(folder, self.config, self.target.formats, self.target.name)
+        target, folder = self.target, self.source.checkpoint.folder
+        metadata = metadata_files(folder, self.config, target.formats, target.name)
         return {
             "dsv4": __version__,
             "source": self._fingerprint(),
@@ -230,7 +228,7 @@ class Conversion:
             "files": files,
             "metadata": metadata | dict(self.texts),
             "index": self.index(),
-            "to": self.target.name,
+            "to": target.name,
             "layer": self.selection.first,
         }
 

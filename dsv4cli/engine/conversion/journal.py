@@ -17,6 +17,7 @@ from threading import Lock
 from typing import Any, Literal
 
 from dsv4cli.engine.checkpoint.headers import UNFINISHED
+from dsv4cli.engine.settings import Part
 from dsv4cli.engine.system import atomic
 from dsv4cli.errors import CheckpointError, UsageError
 from dsv4cli.harmless import shell_word
@@ -26,14 +27,6 @@ PLAN = "plan.json"
 MAX_PARTS = 99_999
 # of each file of the source: bytes, and modification time in ns
 Times = dict[str, list[int]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a shared job: number `index` of `count`, counted from 1."""
-
-    index: int = 1
-    count: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Turns the options of `dsv4 convert` into a conversion."""
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,16 +14,14 @@ from dsv4cli.engine.config.formats import FormatName
 from dsv4cli.engine.conversion.finish import Against
 from dsv4cli.engine.conversion.gguf.metadata import TOKENIZER
 from dsv4cli.engine.conversion.job import Conversion
-from dsv4cli.engine.conversion.journal import Part
 from dsv4cli.engine.conversion.selection import LayerSelection, parse_layers, select
 from dsv4cli.engine.conversion.sources import source_identity
 from dsv4cli.engine.conversion.target import TargetName, choose_target
-from dsv4cli.engine.settings import parse_size
+from dsv4cli.engine.settings import Part, parse_part, parse_size
 from dsv4cli.engine.system.device import resolve_device
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.engine.text.gguf_vocabulary import tokenizer_text
 from dsv4cli.engine.text.tokenizer import Tokenizer
-from dsv4cli.errors import UsageError
 
 # more threads than this only wait for the disk and for each other
 MAX_WORKERS = 16
@@ -89,12 +86,3 @@ def default_workers() -> int:
 def prepare_comparison(source: str, check: Literal["sample", "full"], workers: int, progress: Progress) -> Against:
     """Return the source to compare an output with, and how. Raises Dsv4Error for an invalid source."""
     return Against(source_identity(resolve_model(source)), check, workers, progress)
-
-
-def parse_part(text: str) -> Part:
-    """Parse a part such as `2/8`. Raises UsageError."""
-    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})", text, re.ASCII)
-    part = Part(int(match[1]), int(match[2])) if match else Part(0, 0)
-    if not 1 <= part.index <= part.count:
-        raise UsageError(f"--shard {text!r} is not a valid part", "give I/N with I from 1 to N, for example 2/8")
-    return part

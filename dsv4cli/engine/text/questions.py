@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsv4cli.engine.settings import MORE_SAMPLING, Limits, Sampling
+from dsv4cli.engine.settings import MORE_SAMPLING, WHOLE, Limits, Part, Sampling
 from dsv4cli.engine.text.inputs import BadLine, asked_in, read_lines
 from dsv4cli.engine.text.prompt import Message
 from dsv4cli.errors import UsageError
@@ -81,15 +81,15 @@ def sample_of(sampling: Sampling, sample: int) -> Sampling:
     return sampling.plus(sample * _NEXT_SAMPLE)
 
 
-def read_questions(path: Path, system: str | None) -> tuple[list[Question], list[BadLine]]:
-    """Read a JSON-lines file of prompts. Return the questions and the invalid lines.
+def read_questions(path: Path, system: str | None, part: Part = WHOLE) -> tuple[list[Question], list[BadLine]]:
+    """Read a JSON-lines file of prompts. Return the questions of a part, and all invalid lines.
 
     A line is {"prompt": text} or {"messages": [...], "tools": [...]}, with an optional label and sampling options, or
     an OpenAI batch request.
     """
     lines, bad = read_lines(path, lambda value: _question(value, system))
     order = {number: index for index, number in enumerate(sorted([n for n, _ in lines] + [one.number for one in bad]))}
-    return [replace(one, line=number, index=order[number]) for number, one in lines], bad
+    return [replace(one, line=number, index=order[number]) for number, one in lines if part.has(order[number])], bad
 
 
 def _question(value: dict[str, Any], system: str | None) -> Question:

@@ -13,7 +13,8 @@ import pytest
 
 from dsv4cli.commands import convert as commands
 from dsv4cli.engine.conversion import journal, plan
-from dsv4cli.engine.conversion.journal import Journal, Part
+from dsv4cli.engine.conversion.journal import Journal
+from dsv4cli.engine.settings import Part
 from dsv4cli.errors import UsageError
 from dsv4cli.output import Output
 from tests.support import conversions, crashing, damage, synthetic
