@@ -104,6 +104,7 @@ def test_followers_do_what_the_leader_does(think):
         assert not any("Who" in json.dumps(order) for order in orders)
 
 
+@pytest.mark.slow  # tests/engine/runtime/test_ahead.py has followers of many requests
 def test_followers_of_many_requests_end_and_join_as_the_leader_says():
     recorder, other = Recorder(), Follower(model(), "cpu")
     requests = [

@@ -50,6 +50,7 @@ def test_values_are_rounded_to_bf16_once_and_the_loss_is_said_before(tmp_path, m
     assert len(plan["rounded"]) > 30
 
 
+@pytest.mark.slow  # another target of the same decoded values
 def test_an_official_checkpoint_of_two_bit_experts(tmp_path):
     path, values = write_nano(tmp_path / "in", DS4)
     code, _, err = run("convert", path, tmp_path / "out", "--to", "official", "--verify", "full")

@@ -175,6 +175,7 @@ def test_what_layers_give_that_are_not_fed_is_not_judged(program):
     assert ((1, "streams") in places, (2, "streams") in places) == (False, True)
 
 
+@pytest.mark.slow  # of one text, which does not change
 def test_the_usual_text_has_many_different_tokens(program, tmp_path):
     arguments = (NET, "--steps", "0", "--layers", "0-0", "--what", "router", "--no-noise", "--json")
     documents = [json.loads(program("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]

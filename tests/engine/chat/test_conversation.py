@@ -264,7 +264,8 @@ def test_the_number_of_snapshots_is_bounded_and_the_ends_stay(monkeypatch, kept)
         assert ask(one, messages)[1] == size(*messages)
 
 
-@pytest.mark.parametrize("turns", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_retry_undo_and_edit has every kind of turn
+@pytest.mark.parametrize("turns", [3, 60])
 def test_random_turns_answer_as_a_fresh_run(decoder, turns):
     rng = Random(1)
     with new_conversation(prefill_chunk=60) as one:

@@ -69,6 +69,7 @@ def test_a_stop_inside_a_step_keeps_what_was_shown(monkeypatch):
         assert turn(one, SECOND)[0] == second
 
 
+@pytest.mark.slow  # test_a_reply_can_be_closed_after_every_item drops replies
 def test_a_reply_that_is_dropped_inside_a_step_leaves_nothing(monkeypatch):
     with conversation() as one:
         turn(one, FIRST)

@@ -17,6 +17,7 @@ from dsv4cli.engine.settings import AUTO_DRAFTING, NO_DRAFTS, Limits, Sampling
 from dsv4cli.engine.text.inputs import from_prompt
 from dsv4cli.errors import UsageError
 from tests.support.shared_models import shared_model
+from tests.support.slow import slow
 
 CPU = torch.device("cpu")
 LIMITS = Limits(max_tokens=60)
@@ -104,7 +105,7 @@ def test_choices_can_be_answered(nano):
     [
         [*from_prompt("What is the capital of Italy?", None),
          {"role": "assistant", "content": "The capital of Italy", "wo_eos": True}],
-        [{"role": "user", "content": "What is the capital of Italy?", "task": "query"}],
+        *slow([{"role": "user", "content": "What is the capital of Italy?", "task": "query"}]),
     ],
 )  # fmt: skip
 def test_an_answer_without_a_thinking_block_is_content(nano, messages):

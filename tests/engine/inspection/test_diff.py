@@ -339,6 +339,7 @@ def test_what_cannot_be_read_is_part_of_the_answer(tmp_path, variants, harm, wor
     assert found.counts["identical"] == 271
 
 
+@pytest.mark.slow  # tests/commands/inspect/test_diff.py compares other models
 def test_other_dimensions_are_no_crash(variants):
     found = compared(variants["official"], recognise(damage.GOLDEN / "tiny-pro"))
     assert not found.same

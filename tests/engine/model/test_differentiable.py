@@ -116,6 +116,7 @@ def risen(model: Transformer, moves: dict[str, torch.Tensor], sign: int) -> floa
     return value
 
 
+@pytest.mark.slow  # test_every_parameter_that_computes_has_a_gradient goes the same way
 @pytest.mark.parametrize(
     "split", [{133: [70], 9: [3]}, *slow({133: [127, 1, 4], 9: [1, 1, 2]})], ids=["two steps", "four"]
 )

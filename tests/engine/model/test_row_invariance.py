@@ -152,6 +152,7 @@ def test_steps_of_all_numbers_of_rows_at_all_borders(name, numerics, lengths, mo
     assert {length: rows for length, rows in found.items() if rows} == {}
 
 
+@pytest.mark.slow  # test_ragged.py compares sequences in one step with each alone
 @pytest.mark.parametrize("name", ["dspark"])
 def test_two_sequences_do_not_see_each_other(name, monkeypatch):
     remember_weights(monkeypatch)

@@ -86,6 +86,7 @@ def test_each_time_is_that_between_two_marks(models, monkeypatch):
     assert found.drafting.median == 4.0
 
 
+@pytest.mark.slow  # captured steps are those of a GPU
 def test_a_captured_step_may_have_more_rows_than_asked_for(models, monkeypatch):
     monkeypatch.setattr(runner, "captures", lambda device: True)
     found = profile_drafts(models["mtp"], StepShape(1, 0, 1), DraftLoad(4), Sampling(0.0), CPU)

@@ -95,6 +95,7 @@ def test_shapes_of_a_rank(name, whole, half):
     assert half in case(bench("flash", tp=2), name).shape
 
 
+@pytest.mark.slow  # tests/commands/profile/test_profile.py has all operations of a whole one
 @pytest.mark.parametrize("tokens", [1, *slow(65)])
 def test_all_operations_of_half_a_model_are_right(tokens):
     config = replace(parse_config(TINY, "tiny"), moe_intermediate_size=256)
@@ -139,10 +140,7 @@ def test_a_rival_is_timed_beside_it():
     "name",
     [
         "rms_norm",
-        "places",
-        "compress_both",
-        "noise",
-        *slow("queries_keys_index", "best_entries", "choose_entries"),
+        *slow("places", "compress_both", "noise", "queries_keys_index", "best_entries", "choose_entries"),
     ],
 )
 def test_the_reference_is_timed_beside_a_kernel(name):

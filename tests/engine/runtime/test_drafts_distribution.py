@@ -278,6 +278,7 @@ MANY = [(drafts, Sampling(1.0), 5) for drafts in range(1, 8)]
 MANY += [(drafts, sampling, 3) for drafts in (2, 7) for sampling in (Sampling(0.7), Sampling(1.0, 0.9), Sampling(4.0))]
 
 
+@pytest.mark.slow  # test_speculation.py compares seeded answers
 @pytest.mark.parametrize("drafter", ["mtp", *slow("dspark")])
 @pytest.mark.parametrize(
     ("drafts", "sampling", "batches"), [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MANY)]

@@ -16,6 +16,7 @@ from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.state.host_tier import HostTier
 from dsv4cli.engine.runtime.state.prefix_cache import PrefixCache
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from tests.support.slow import slow
 from tests.support.speculation import model_of
 
 
@@ -192,7 +193,7 @@ def test_a_stranger_is_not_used_with_a_state():
     assert lengths_on_device(prefixes) == [50, 60]
 
 
-@pytest.mark.parametrize("bytes_of_host", [0, 10**8])
+@pytest.mark.parametrize("bytes_of_host", [*slow(0), 10**8])
 def test_what_strangers_have_left_costs_a_request_nothing(monkeypatch, bytes_of_host):
     """A server holds thousands of states; those of few tokens are all of one border."""
     cache = Cache(parse_config(TINY, "test"), Numerics.plain(), slots=2)

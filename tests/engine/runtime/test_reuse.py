@@ -19,7 +19,7 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.errors import UnsoundResult
 from tests.support.questions import chosen
-from tests.support.slow import slow
+from tests.support.slow import slow, slow_rows
 from tests.support.speculation import always_draft, model_of, text
 
 # around the window, a block of entries and the larger ratio
@@ -113,7 +113,7 @@ def in_host_memory(one: Engine) -> None:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", [*slow("device"), "host"])
 def test_a_state_at_a_length(place, length, captured):
     one = engine(host_memory=10**7)
     kept(one, length)
@@ -187,7 +187,7 @@ def test_a_request_that_was_cancelled_leaves_what_it_has_read(length):
     ("drafter", "place"),
     [
         ("mtp", "host"),
-        ("dspark", "device"),
+        *slow_rows(("dspark", "device")),
         *(pytest.param(*one, marks=SLOW) for one in (("mtp", "device"), ("dspark", "host"))),
     ],
 )

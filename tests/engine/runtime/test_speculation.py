@@ -156,7 +156,6 @@ def test_as_many_drafts_as_pay(drafter):
     cases(
         (8, 1),
         ("mtp", GREEDY, 8, True),
-        ("dspark", WARM, 8, False),
     ),
     indirect=["captured"],
 )
@@ -405,6 +404,7 @@ def test_a_prefix_cache_keeps_no_draft(drafter, turns, captured, monkeypatch):
     assert nothing_is_held(one)
 
 
+@pytest.mark.slow  # test_speculation_ranks.py cancels a request that drafts
 @pytest.mark.parametrize("drafter", [*slow("mtp"), "dspark"])
 def test_requests_are_cancelled_between_steps(drafter, captured, monkeypatch):
     always_draft(monkeypatch)

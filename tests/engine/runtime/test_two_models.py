@@ -15,6 +15,7 @@ from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels.workspace import words
 from tests.kernels.test_workspace import together
 from tests.support import small_model
+from tests.support.slow import slow
 
 PLAIN = Numerics.plain()
 RATIOS, PROMPTS, STEPS = ((0, 4), (0, 4, 128)), ([5, 9, 30], [60, 7]), 5
@@ -57,7 +58,7 @@ class Aborted(Exception):
     """What ends a step."""
 
 
-@pytest.fixture(params=[False, True], ids=["eager", "graphs"])
+@pytest.fixture(params=[*slow(False), True], ids=["eager", "graphs"])
 def launches(request, monkeypatch):
     """In place of kernels that share words: each step leaves something in its words and takes it again.
 

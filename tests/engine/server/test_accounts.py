@@ -9,6 +9,7 @@ from dsv4cli.engine.server.accounts import ANYONE, Account, Accounts, RateLimit
 from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.server.refusals import Refusal
 from tests.support.serving import asking, comes, served
+from tests.support.slow import slow
 
 SMALL = "random:tiny,layers=3"
 ALICE, BOB = ApiKey("alice", b"key-of-alice"), ApiKey("bob", b"key-of-bob")
@@ -113,7 +114,7 @@ def cached(server, key, path="/v1/chat/completions", **fields):
     return usage.get("cache_read_input_tokens", usage.get("prompt_tokens_details", {}).get("cached_tokens"))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", *slow("/v1/messages", "/v1/completions")])
 def test_two_keys_never_share_a_hit(keyed, path):
     prompt = {"prompt": path + LONG} if path == "/v1/completions" else {"system": path}
     assert cached(keyed, ALICE, path, **prompt) == 0

@@ -170,7 +170,9 @@ def counted(nano, path, body):
         *slow_rows(
             ("/v1/completions", {"prompt": ["2 + 3", "2 + 4"], "echo": True, "logprobs": 2, "n": 2, "max_tokens": 4})
         ),
-        ("/v1/completions", {"prompt": "2 + 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0}),
+        *slow_rows(
+            ("/v1/completions", {"prompt": "2 + 3", "echo": True, "logprobs": 2, "max_tokens": 1, "temperature": 0})
+        ),
         *slow_rows(("/v1/completions", {"prompt": "What is 17 + 25?", "stop": "5", "max_tokens": 40})),
     ],
 )
@@ -330,7 +332,7 @@ def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypat
     monkeypatch.setattr(app, "service", replace(app.service, defaults=replace(app.service.defaults, think="high")))
     monkeypatch.setattr(async_engine.EngineCall, "updates", some)
     monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
-    sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=20, stream=True) | fields).read()
+    sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=8, stream=True) | fields).read()
     assert sent.count(sign) > 2
 
 

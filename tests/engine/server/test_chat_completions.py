@@ -200,7 +200,7 @@ def test_several_answers_have_their_own_seeds(nano):
     assert document["usage"]["completion_tokens"] == drawn
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [*slow(False), True])
 def test_a_stop_text_is_not_part_of_the_answer(nano, stream):
     if stream:
         events = nano.stream("/v1/chat/completions", asking(SUM, stop=[" = 4", "x"]))

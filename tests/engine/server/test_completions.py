@@ -10,6 +10,7 @@ from dsv4cli.engine.server.plan import AnswerPlan
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.tokens import ASSISTANT, BOS, EOS, THINK_END, USER
 from tests.support.program import Program, calls_block
+from tests.support.slow import slow_rows
 
 PROMPT = f"{BOS}{USER}What is 17 + 25?{ASSISTANT}{THINK_END}"
 ANSWER = "17 + 25 = 42."
@@ -70,7 +71,7 @@ def test_a_stream_joins_to_the_document(nano, fields):
             assert [one for piece in pieces for one in piece["logprobs"][name]] == values
 
 
-@pytest.mark.parametrize(("stop", "echo"), [("17", False), (" + 25 =", True)])
+@pytest.mark.parametrize(("stop", "echo"), [*slow_rows(("17", False)), (" + 25 =", True)])
 def test_log_probabilities_are_of_the_text_before_a_stop_text(nano, stop, echo):
     """Of a token that the text ends within, too: it is the last."""
     body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "logprobs": 1, "stop": stop, "echo": echo}

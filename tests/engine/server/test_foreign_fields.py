@@ -71,6 +71,11 @@ def test_functions_are_tools_in_the_older_form(nano):
     assert "tool_calls" not in choice["message"]
     [newer] = nano.chat(WEATHER, tools=TOOLS)["choices"][0]["message"]["tool_calls"]
     assert newer["function"] == call
+
+
+@pytest.mark.slow  # test_chat_completions.py streams a call
+def test_functions_are_streamed_in_the_older_form(nano):
+    call = nano.chat(WEATHER, functions=[FUNCTION])["choices"][0]["message"]["function_call"]
     events = nano.stream(CHAT, asking(WEATHER, functions=[FUNCTION]))
     deltas = [data["choices"][0] for _, data in events[:-1]]
     parts = [one["delta"]["function_call"] for one in deltas if "function_call" in one["delta"]]
@@ -79,6 +84,7 @@ def test_functions_are_tools_in_the_older_form(nano):
     assert deltas[-1]["finish_reason"] == "function_call"
 
 
+@pytest.mark.slow  # test_functions_are_tools_in_the_older_form has a call
 def test_a_function_call_may_be_required_or_forbidden(nano):
     required = nano.chat(SUM, functions=[FUNCTION], function_call={"name": "get_weather"})["choices"][0]
     assert required["message"]["function_call"]["name"] == "get_weather"
@@ -101,7 +107,7 @@ def test_a_result_of_a_function_is_that_of_a_tool(nano):
         {"messages": [question, *older], "functions": [FUNCTION]},
         {"messages": [question, *newer], "tools": TOOLS},
     ]
-    first, second = (nano.post(CHAT, body | {"temperature": 0})[1] for body in bodies)
+    first, second = (nano.post(CHAT, body | {"temperature": 0, "max_tokens": 8})[1] for body in bodies)
     assert first["choices"][0]["message"]["content"] == second["choices"][0]["message"]["content"]
     assert first["usage"]["prompt_tokens"] == second["usage"]["prompt_tokens"]
 

@@ -155,6 +155,7 @@ def test_connections_with_a_request_do_not_give_way(keyed, monkeypatch):
     assert comes(keyed.at_rest)
 
 
+@pytest.mark.slow  # test_idle_connections_give_way_and_those_with_a_key_last has the order
 def test_fresh_connections_give_way_to_other_addresses_only(keyed, monkeypatch):
     """Those of one address take no more places than there are; a client of another one finds one."""
     monkeypatch.setattr(connections, "FRESH_SECONDS", 60.0)

@@ -5,10 +5,10 @@ import pytest
 SUM = "What is 17 + 25?"
 MESSAGES = [{"role": "user", "content": SUM}]
 BODIES = {
-    "/v1/chat/completions": {"messages": MESSAGES},
-    "/v1/completions": {"prompt": "17 + 25 =", "max_tokens": 12},
-    "/v1/messages": {"messages": MESSAGES},
-    "/v1/responses": {"input": SUM},
+    "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 8},
+    "/v1/completions": {"prompt": "17 + 25 =", "max_tokens": 8},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 8},
+    "/v1/responses": {"input": SUM, "max_output_tokens": 8},
 }
 
 

@@ -10,7 +10,7 @@ from tests.support.shared_models import shared_model
 from tests.support.slow import slow_rows
 
 
-@pytest.mark.parametrize(("step_ms", "target"), [(None, CPU_STEP_MS), *slow_rows((70.0, 70.0)), (0.0, None)])
+@pytest.mark.parametrize(("step_ms", "target"), [(None, CPU_STEP_MS), *slow_rows((70.0, 70.0), (0.0, None))])
 def test_prompts_are_prefilled_beside_streams_within_a_target(step_ms, target):
     """A CPU has one too; 0 asks for none."""
     share, model = CacheOptions(1 << 24, step_ms), shared_model("random:tiny,layers=3")

@@ -18,6 +18,7 @@ from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.text.tokens import ASSISTANT, EOS, USER
 from tests.support.conversations import Talk, as_mappings, difference, talks
 from tests.support.llama_jinja import answers
+from tests.support.slow import slow
 
 jinja2 = pytest.importorskip("jinja2")
 NANO = Path(__file__).parents[3] / "dsv4cli" / "nano"
@@ -197,7 +198,7 @@ def test_reasoning_has_two_names() -> None:
         assert render(messages, thinking=True).endswith(f"<think>why</think>a{EOS}")
 
 
-@pytest.mark.parametrize("name", ["from_json", "fromjson"])
+@pytest.mark.parametrize("name", ["from_json", *slow("fromjson")])
 @pytest.mark.parametrize("arguments", ['{"a": {"b": [1.0, "é"]}, "c": "d"}', "[1]", '"text"', " { } "])
 def test_arguments_may_be_text_where_the_engine_parses_json(name: str, arguments: str) -> None:
     jinja = environment(**{"tojson": partial(json.dumps, ensure_ascii=False), name: json.loads})

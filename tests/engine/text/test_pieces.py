@@ -15,6 +15,7 @@ from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.pieces import any_of, pieces
 from dsv4cli.engine.text.tokenizer import Tokenizer, TooManyTokens
 from tests.engine.text.test_tokenizer import official_file
+from tests.support.slow import slow
 
 # what pre-tokenizers treat differently: letters, marks, digits, kinds of space, punctuation, scripts, special tokens
 HARD = [
@@ -35,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
     return open_dialogue(resolve_model("nano"), "off").tokenizer
 
 
-@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize("size", [1, *slow(7)])
 def test_pieces_have_the_ids_of_the_whole_text(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 from dsv4cli.engine.text.prompt import check_messages, encode_messages
 from dsv4cli.engine.text.reply import MalformedReply, ParsedReply, ReplyStream, parse_reply, split_reply
 from dsv4cli.engine.text.tokens import BOS, DSML, EOS, THINK_END, THINK_START
+from tests.support.slow import slow_except
 
 CASES = json.loads((Path(__file__).parents[2] / "data" / "encoding.json").read_text(encoding="utf-8"))["parse"]
 CALLS = f"\n\n<{DSML}tool_calls"
@@ -178,7 +179,7 @@ def classified(pieces: list[str], thinking: bool) -> list[tuple[str, str]]:
     return [(kind, "".join(text for _, text in group)) for kind, group in groupby(out, key=lambda found: found[0])]
 
 
-@pytest.mark.parametrize(("text", "thinking", "expected"), STREAMED)
+@pytest.mark.parametrize(("text", "thinking", "expected"), slow_except(STREAMED[::2], STREAMED))
 def test_stream_does_not_depend_on_the_cuts(text: str, thinking: bool, expected: list[tuple[str, str]]) -> None:
     assert classified([text], thinking) == expected
     assert classified(list(text), thinking) == expected

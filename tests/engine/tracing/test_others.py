@@ -18,7 +18,6 @@ from dsv4cli.engine.tracing.walk import Walk
 from dsv4cli.errors import UsageError
 from tests.engine.model.test_mutations import MUTATIONS
 from tests.support import oracle, tracing
-from tests.support.slow import slow
 
 # every stage but those that no hook of transformers sees
 UNSEEN = {"attn.q", "attn.kv"}
@@ -56,7 +55,8 @@ def test_a_mistake_shows_in_an_official_recording(monkeypatch, tmp_path):
     assert first.place == "layer 0, its output"
 
 
-@pytest.mark.parametrize("cached", [False, *slow(True)])
+@pytest.mark.slow  # test_oracle.py compares the logits
+@pytest.mark.parametrize("cached", [False, True])
 def test_transformers_agrees_at_every_stage(cached, tmp_path):
     model, ids = oracle.engine_model(0), oracle.random_ids(0, 140)
     theirs = oracle.transformers_model(model)

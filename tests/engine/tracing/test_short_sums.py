@@ -92,7 +92,9 @@ def sides(tmp_path_factory):
 
 
 # "ffn.output" follows from the shared expert, and is named by itself: the halves of a block are fed
-@pytest.mark.parametrize(("short_sums", "named"), [(0, {"attn.q", "indexer.q", "ffn.output"}), (4096, set())])
+@pytest.mark.parametrize(
+    ("short_sums", "named"), [*slow_rows((0, {"attn.q", "indexer.q", "ffn.output"})), (4096, set())]
+)
 def test_short_sums_are_rounding_where_they_are_known(sides, tensor_cores, tmp_path, short_sums, named):
     one, noise, fed = sides[short_sums]
     tensor_cores()
