@@ -172,7 +172,6 @@ def test_a_billing_line_elsewhere_is_text(nano):
     assert counts[0] > counts[1] + 10
 
 
-@pytest.mark.slow  # test_claude_codes_billing_line_is_no_part_of_the_prompt has the prompt
 def test_requests_that_differ_in_the_billing_line_share_their_prefix(nano):
     rules = " ".join(f"Rule {number}: name the source." for number in range(40))
     usages = []
