@@ -86,6 +86,16 @@ def test_a_model_that_is_not_here_is_downloaded_to_run(hub, dsv4, tmp_path, file
     assert "downloading" not in done.err
 
 
+def test_a_revision_is_kept_in_the_name(hub, dsv4, files):
+    repository = hub.add(NAME, {"README.md": b""})
+    commit = repository.commit(files, branch="v2")
+    done = dsv4("download", f"{NAME}:UD-Q4_K_XL", "--revision", "v2")
+    assert done.code == 0
+    assert done.err.endswith(f"→ dsv4 inspect {NAME}@v2:UD-Q4_K_XL\n")
+    assert dsv4("inspect", f"{NAME}@v2:UD-Q4_K_XL").code == 0
+    assert dsv4("inspect", f"{NAME}@{commit}:q4_k_xl").code == 0
+
+
 def test_a_folder_gets_the_files_under_their_names(hub, dsv4, tmp_path, files):
     hub.add(NAME, files)
     done = dsv4("download", f"{NAME}:UD-Q4_K_XL", "--local-dir", str(tmp_path / "mine"))
@@ -101,10 +111,10 @@ def test_a_folder_gets_the_files_under_their_names(hub, dsv4, tmp_path, files):
     ("words", "code", "problem"),
     [
         (["download", NAME], 2, f"{NAME} has 2 GGUF models\n→ {LIST}; `dsv4 download {NAME} --only other` "),
-        (["download", f"{NAME}:Q9"], 2, f"'Q9' names no variant of {NAME}\n→ {LIST}\n"),
+        (["download", f"{NAME}:Q9"], 2, f"'Q9' names no GGUF model of {NAME}\n→ {LIST}\n"),
         (["download", f"{NAME}:Q3_K_M", "--layers", "0-1"], 2, "do not select parts of a GGUF model"),
         (["download", f"{NAME}:Q3_K_M", "--only", "config"], 2, f"remove them, or use {NAME}\n"),
-        (["run", "hi", "-m", f"{NAME}:Q9"], 2, f"'Q9' names no variant of {NAME}\n→ {LIST}\n"),
+        (["run", "hi", "-m", f"{NAME}:Q9"], 2, f"'Q9' names no GGUF model of {NAME}\n→ {LIST}\n"),
         (["run", "hi", "-m", NAME], 1, f"fetch it with `dsv4 download {NAME}`"),
         (["run", "hi", "-m", "org/none:Q9"], 6, "no repository org/none"),
         (["convert", f"{NAME}:Q3_K_M", "OUT", "--to", "bf16"], 1, f"fetch it with `dsv4 download {NAME}:Q3_K_M`"),

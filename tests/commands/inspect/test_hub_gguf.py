@@ -121,7 +121,7 @@ def test_a_repository_with_one_model_needs_no_name(hub, dsv4, tmp_path):
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([f"{NAME}:Q8_0"], f"error: 'Q8_0' names no variant of {NAME}\n→ {LIST}\n"),
+        ([f"{NAME}:Q8_0"], f"error: 'Q8_0' names no GGUF model of {NAME}\n→ {LIST}\n"),
         ([NAME, "--fit"], f"error: {NAME} has 2 GGUF models\n→ {LIST}\n"),
         ([NAME, "--for", "llama.cpp"], f"error: {NAME} has 2 GGUF models\n→ {LIST}\n"),
     ],

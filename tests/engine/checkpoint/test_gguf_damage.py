@@ -78,6 +78,16 @@ def test_mutations_are_refused_by_a_sentence(made, tmp_path, seeds):
     assert len(refused) > 0.8 * len(seeds)
 
 
+@pytest.mark.parametrize("seeds", [range(4), *slow(range(4, 100))])
+def test_mutations_of_a_file_with_a_drafter_are_refused_by_a_sentence(tmp_path, seeds):
+    path, _ = write_nano(tmp_path, DS4, drafter="nextn")
+    content, header = path.read_bytes(), read_gguf(path)
+    for seed in seeds:
+        path.write_bytes(mutated(content, header.tensors[0].begin, seed))
+        sentence = refusal(opened, path)
+        assert not sentence or (str(path) in sentence and len(sentence) < 2000)
+
+
 def test_metadata_of_another_kind_is_refused_by_a_sentence(made):
     _, _, header = made
     for key in header.metadata:

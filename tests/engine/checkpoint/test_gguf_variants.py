@@ -83,16 +83,16 @@ def test_a_name_selects_one_model_with_all_its_files(files, wanted, first):
 @pytest.mark.parametrize(
     ("files", "wanted", "words"),
     [
-        (UNSLOTH, "Q3_K_M", ["'Q3_K_M' names no variant of org/name", "org/name:NAME", "UD-Q4_K_XL", "BF16"]),
+        (UNSLOTH, "Q3_K_M", ["'Q3_K_M' names no GGUF model of org/name", "org/name:NAME", "UD-Q4_K_XL", "BF16"]),
         # the beginning of a name selects nothing: Q4 could be any of them
-        (UNSLOTH, "Q4", ["names no variant"]),
-        (UNSLOTH, "Q4_K", ["names no variant"]),
-        (BARTOWSKI[:-3], "Q2", ["names no variant"]),
-        (BARTOWSKI, "imatrix", ["names no variant"]),
-        (DS4, "chat", ["'chat' names several variants of org/name", "IQ2XXS-", "Q4KExperts-"]),
-        (OTHERS, "MXFP4_MOE", ["names several variants", "MXFP4_MOE-BF16", "MXFP4_MOE-Q8_0"]),
-        (OTHERS, "(", ["names no variant"]),
-        ([], "Q8_0", ["names no variant", "holds no GGUF model"]),
+        (UNSLOTH, "Q4", ["names no GGUF model"]),
+        (UNSLOTH, "Q4_K", ["names no GGUF model"]),
+        (BARTOWSKI[:-3], "Q2", ["names no GGUF model"]),
+        (BARTOWSKI, "imatrix", ["names no GGUF model"]),
+        (DS4, "chat", ["'chat' names several GGUF models of org/name", "IQ2XXS-", "Q4KExperts-"]),
+        (OTHERS, "MXFP4_MOE", ["names several GGUF models", "MXFP4_MOE-BF16", "MXFP4_MOE-Q8_0"]),
+        (OTHERS, "(", ["names no GGUF model"]),
+        ([], "Q8_0", ["names no GGUF model", "holds no GGUF model"]),
     ],
 )
 def test_an_unknown_or_ambiguous_name_is_refused_with_the_list(files, wanted, words):

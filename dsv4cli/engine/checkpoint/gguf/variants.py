@@ -80,13 +80,13 @@ def choose_variant(variants: Sequence[Variant], wanted: str, repository: str) ->
     whole = re.compile(rf"(^|[-./]){re.escape(word)}([-./]|$)")
     found = exact or [one for one in variants if whole.search(one.path.casefold())]
     if len(found) != 1:
-        problem = "names several variants" if found else "names no variant"
+        problem = "names several GGUF models" if found else "names no GGUF model"
         remedy = choose_one(found or variants, repository)
         raise UsageError(f"{wanted!r} {problem} of {repository}", remedy)
     if found[0].missing:
         others = f" and {len(found[0].missing) - 1} more files" if found[0].missing[1:] else ""
         raise CheckpointError(
-            f"{repository} lacks {found[0].missing[0]}{others} of {found[0].name}", "choose another variant or revision"
+            f"{repository} lacks {found[0].missing[0]}{others} of {found[0].name}", "choose another model or revision"
         )
     return found[0]
 
