@@ -296,3 +296,8 @@ def test_arguments_with_half_a_surrogate_pair_are_text(arguments: str) -> None:
     assert f'<｜DSML｜parameter name="arguments" string="true">{arguments}</｜DSML｜parameter>' in found
     pair = encode([user("a"), assistant("", tool_calls=[call("f", r'{"a": "\ud83d\ude00"}')])])
     assert f'name="a" string="true">{chr(0x1F600)}<' in pair
+
+
+@pytest.mark.parametrize("before", [[], [user("q"), assistant("a")]], ids=len)
+def test_an_empty_answer_that_follows_no_question_is_continued(before: list[Message]) -> None:
+    assert answerable([*before, assistant("")]) == [*before, assistant("", wo_eos=True)]

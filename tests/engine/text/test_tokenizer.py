@@ -114,7 +114,12 @@ def test_official_special_ids(official_tokenizer: Tokenizer) -> None:
     assert official_tokenizer.token_id("<｜System｜>") is None
 
 
-@pytest.mark.slow  # test_golden_ids decodes texts
+def test_characters_of_all_bytes_come_back(official_tokenizer: Tokenizer) -> None:
+    text = "".join(map(chr, range(0x800)))
+    assert official_tokenizer.decode(official_tokenizer.encode(text)) == text
+
+
+@pytest.mark.slow  # test_characters_of_all_bytes_come_back has all bytes
 def test_every_official_token_decodes_as_in_tokenizers(official_tokenizer: Tokenizer) -> None:
     backend = pytest.importorskip("tokenizers").Tokenizer.from_file(str(official_file()))
     ids = range(official_tokenizer.size)
