@@ -75,8 +75,18 @@ def serve_with_engine(out: Output, options: ModelOptions, wanted: EngineOptions,
             f"there is no program {command[0]}",
             f"install {plan.engine.name} in an environment of its own, and name its Python: --engine-python PATH",
         )
+    if not wanted.node_rank:
+        _warn(out, listen)
     with _signals():
         _run(out, plan, command, wanted, listen)
+
+
+def _warn(out: Output, listen: Listen) -> None:
+    """Print a warning if other machines can use the server without a key."""
+    from dsv4cli.engine.server.guard import is_loopback
+
+    if listen.key_file is None and not is_loopback(listen.host):
+        out.warning(f"anyone who can reach {listen.host} can use this server; to require a key, use --api-key-file")
 
 
 def _plan(

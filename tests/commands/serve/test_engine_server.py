@@ -150,6 +150,16 @@ def test_a_server_that_is_never_ready(program, tmp_path):
     assert gone(int(pid))
 
 
+def test_a_server_for_everyone_is_warned_of(program, tmp_path):
+    python = stand_in(tmp_path, "exit 3")
+    warning = "anyone who can reach 0.0.0.0 can use this server"
+    assert warning in serve(program, "--engine-python", python, "--host", "0.0.0.0").err
+    assert "anyone" not in serve(program, "--engine-python", python).err
+    keys = tmp_path / "keys"
+    keys.write_text("secret-of-mine", "utf-8")
+    assert "anyone" not in serve(program, "--engine-python", python, "--host", "::", "--api-key-file", str(keys)).err
+
+
 def test_keys_are_passed_in_a_file(program, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret-of-mine\nanother-secret\n", "utf-8")
