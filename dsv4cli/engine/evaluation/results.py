@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsv4cli.engine.chat.answer_file import LineFile
+from dsv4cli.engine.checkpoint.gguf.files import SUFFIX as GGUF_SUFFIX
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.evaluation.items import EvalSet
 from dsv4cli.engine.evaluation.outcome import Outcome, outcome_of
@@ -99,11 +100,22 @@ def read_results(path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:
 
 
 def is_results(path: Path) -> bool:
-    """Return whether a path is a results file, not a model."""
+    """Return whether a path is a results file, not a model.
+
+    Raises:
+        UsageError: the path is a file of another kind, or the name of a JSON file that does not exist.
+    """
+    remedy = "name a model, or a file that `dsv4 eval --out FILE.jsonl` wrote"
     if not os.path.isfile(path):  # returns False for names that are too long, where Path.is_file raises
+        if path.suffix in (".json", ".jsonl") and not os.path.isdir(path):
+            raise UsageError(f"--against: there is no file {path}", remedy)
+        return False
+    if path.suffix == GGUF_SUFFIX:
         return False
     with path.open("rb") as file:
-        return file.read(256).startswith(f'{{"schema": "{SCHEMA}"'.encode())
+        if file.read(256).startswith(f'{{"schema": "{SCHEMA}"'.encode()):
+            return True
+    raise UsageError(f"--against: {path} does not contain the results of each question", remedy)
 
 
 def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[int, Outcome]]:

@@ -120,6 +120,25 @@ def test_one_process_writes_at_a_time(path):
         read_results(path.with_name("none"))
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("report.json", '{"schema": "dsv4.eval/1"}\n', "does not contain the results of each question"),
+        ("empty.jsonl", "", "does not contain the results of each question"),
+        ("absent.jsonl", None, "there is no file"),
+    ],
+)
+def test_a_json_file_without_results_is_not_taken_for_a_model(name, content, said, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError, match=said) as raised:
+        is_results(tmp_path / name)
+    assert "--out FILE.jsonl" in raised.value.remedy
+    (tmp_path / "model.gguf").write_text("GGUF")
+    (tmp_path / "folder.json").mkdir()
+    assert not any(is_results(tmp_path / model) for model in ("model.gguf", "folder.json"))
+
+
 @pytest.mark.parametrize("change", [{"ruling": "right"}, {"index": "0"}, {"id": 4}, {"extra": 1}])
 def test_a_line_must_be_a_result(change):
     with pytest.raises(ValueError, match="not the"):
