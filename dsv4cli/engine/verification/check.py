@@ -37,11 +37,14 @@ class CheckStep:
         plan: returns the requests, given the responses to earlier steps.
         together: maximum number of concurrent requests; None for the limit of the run.
         most: maximum number of requests of a step that depends on earlier responses; 0 if the step does not.
+        tokens_in, tokens_out: for such a step, an estimate of its prompt tokens, and the maximum of its answer tokens.
     """
 
     plan: Callable[[Replies], Sequence[ApiCall]]
     together: int | None = None
     most: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from dsv4cli.engine.config.presets import RELEASES
+from dsv4cli.engine.config.presets import RELEASES, Release
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import EFFORTS
 from dsv4cli.engine.verification.calls import ApiCall
@@ -75,7 +75,7 @@ def _judge(
         )
         yield Problem(f"{remark}; the official script does this too", evidence, smallest, wrong=False)
         return
-    yield Problem(f"{what}{f': {explained}' if explained else ''}", evidence, smallest)
+    yield Problem(f"{what}{f': {explained}' if explained else ''}", [*evidence, remedy(explained)], smallest)
 
 
 def count_prompt(server: CheckedServer, one: SampleConversation) -> int:
@@ -111,39 +111,46 @@ def _level(one: SampleConversation, level: str) -> SampleConversation:
     return one if one.level == "off" else replace(one, level=level)
 
 
-# what servers do with prompts, and the number of tokens that follows
-VARIANTS: Mapping[str, Variant] = (
-    {
-        PARSED: lambda server, one: _count(server, one, parsed=True),
-        f"the prompt lacks the token {tokens.BOS} at its start": lambda server, one: _count(server, one) - 1,
-        f"the prompt has the token {tokens.BOS} twice at its start": lambda server, one: _count(server, one) + 1,
-        "the tools are missing": lambda server, one: _count(server, replace(one, tools=())),
-        "the system message is missing": lambda server, one: _count(server, _without_system(one)),
-        "only the last turn of the conversation is read": lambda server, one: _count(server, _last_turn(one)),
-        "reasoning of earlier turns is kept, where it must be left out": lambda server, one: _count(
-            server, one, drop_thinking=False
-        ),
-        "reasoning of earlier turns is left out, where it must be kept": lambda server, one: _count(
-            server, _without_reasoning(one)
-        ),
-    }
-    | {
-        f"the effort in the prompt is {level}, whatever the request says": (
-            lambda server, one, level=level: (
-                _count(server, _level(one, level)) if level in ("off", *EFFORTS[server.release]) else -1
-            )
-        )
-        for level in ("off", "high", "max")
-    }
-    | {
-        f"the prompts are those of release {release}": (
-            lambda server, one, release=release: (
-                _count(replace(server, release=release), one) if one.level in ("off", *EFFORTS[release]) else -1
-            )
-        )
-        for release in RELEASES
-    }
-)
+# what servers do with prompts, and the number of tokens that follows. Efforts are compared in `explain`
+VARIANTS: Mapping[str, Variant] = {
+    PARSED: lambda server, one: _count(server, one, parsed=True),
+    f"the prompt lacks the token {tokens.BOS} at its start": lambda server, one: _count(server, one) - 1,
+    f"the prompt has the token {tokens.BOS} twice at its start": lambda server, one: _count(server, one) + 1,
+    "the tools are missing": lambda server, one: _count(server, replace(one, tools=())),
+    "the system message is missing": lambda server, one: _count(server, _without_system(one)),
+    "only the last turn of the conversation is read": lambda server, one: _count(server, _last_turn(one)),
+    "reasoning of earlier turns is kept, where it must be left out": lambda server, one: _count(
+        server, one, drop_thinking=False
+    ),
+    "reasoning of earlier turns is left out, where it must be kept": lambda server, one: _count(
+        server, _without_reasoning(one)
+    ),
+}
+
+
+def _has_effort(server: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]], level: str) -> bool:
+    return all(_count(server, _level(one, level)) == count for one, count in wrong)
+
+
+def _has_release(server: CheckedServer, one: SampleConversation, release: Release, count: int) -> bool:
+    return one.level in ("off", *EFFORTS[release]) and _count(replace(server, release=release), one) == count
+
+
+def remedy(explained: str) -> str:
+    """Return what the chat template of this project can do about a deviation that `explain` found."""
+    field = next((field for word, field in _FIELDS.items() if word in explained), "")
+    text = "`dsv4 inspect MODEL --template` prints a chat template that writes the official prompt"
+    return f"{text}, if the server passes {field} to it" if field else text
+
+
+# parts of a request that servers drop before the template, by a word of the deviation
+_FIELDS = {
+    "effort": "reasoning_effort",
+    "tools": "the tools",
+    "system message": "all messages",
+    "last turn": "all messages",
+    "reasoning of earlier turns is left out": "reasoning_content of earlier messages",
+}
 
 
 def explain(server: CheckedServer, wrong: Sequence[tuple[SampleConversation, int]]) -> str:
@@ -151,6 +158,12 @@ def explain(server: CheckedServer, wrong: Sequence[tuple[SampleConversation, int
     for name, variant in VARIANTS.items():
         if all(variant(server, one) == count for one, count in wrong):
             return name
+    efforts = [level for level in ("off", *EFFORTS[server.release]) if _has_effort(server, wrong, level)]
+    if efforts:
+        return f"the effort in the prompt is {' or '.join(efforts)}, whatever the request says"
+    for release in RELEASES:
+        if all(_has_release(server, one, release, count) for one, count in wrong):
+            return f"the prompts are those of release {release}"
     differences = {count - count_prompt(server, one) for one, count in wrong}
     if len(differences) == 1:
         return f"each has {differences.pop():+,} tokens"

@@ -18,9 +18,6 @@ from dsv4cli.engine.verification.reply_streams import stream_checks
 from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.errors import UsageError
 
-# tokens of a request whose prompt depends on earlier answers, for the announced cost
-DEPENDENT_IN, DEPENDENT_OUT = 100, 24
-
 
 @dataclass(frozen=True)
 class Scope:
@@ -89,8 +86,8 @@ def cost_of(checks: Sequence[Check]) -> PlannedCost:
     for step in (step for check in checks if not check.skip for step in check.steps):
         if step.most:
             requests += step.most
-            tokens_in += step.most * DEPENDENT_IN
-            tokens_out += step.most * DEPENDENT_OUT
+            tokens_in += step.tokens_in
+            tokens_out += step.tokens_out
             continue
         calls = step.plan({})
         requests += len(calls)

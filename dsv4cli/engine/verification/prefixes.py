@@ -44,8 +44,10 @@ def prefix_check(server: CheckedServer, *, quick: bool) -> Check:
     chats = [call for one in pairs for call in (one.first, one.hit, one.again) if call is not None]
     scored = server.echo and server.logprobs and not quick
 
+    most, tokens_in = len(pairs), sum(one.hit.tokens_in + MOST for one in pairs)
+
     def score(replies: Replies) -> list[ApiCall]:
-        return [call for one in pairs if (call := _scoring(server, one, replies)) is not None] if scored else []
+        return [call for one in pairs if (call := _scoring(server, one, replies)) is not None]
 
     def judge(replies: Replies) -> Iterator[Problem]:
         yield from unreadable(chats, replies)
@@ -56,7 +58,7 @@ def prefix_check(server: CheckedServer, *, quick: bool) -> Check:
         "batching.prefix",
         "A cached prefix ends inside a block, a sliding window or a compressed group, each of which has its own state.",
         "Second turns, agents and long system messages get answers to another prompt.",
-        [fixed(chats, 1), CheckStep(score, 1, most=len(pairs) if scored else 0)],
+        [fixed(chats, 1), *([CheckStep(score, 1, most, tokens_in, tokens_out=most)] if scored else [])],
         judge,
         ordered=True,
     )

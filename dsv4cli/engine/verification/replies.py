@@ -138,12 +138,14 @@ def _efforts(server: CheckedServer) -> Check:
 
 def _stop(server: CheckedServer, *, quick: bool) -> Check:
     first = server.chat("replies.stop/whole", THINKING[0], most=24, logprobs=True)
+    kinds = ("streamed",) if quick else ("stopped", "streamed")
+    count = len(kinds)
 
     def stopped(replies: Replies) -> list[ApiCall]:
         stop = _stop_text(replies, first)
         return [
             server.chat(f"replies.stop/{kind}", THINKING[0], most=24, stop=[stop], stream=kind == "streamed")
-            for kind in (("streamed",) if quick else ("stopped", "streamed"))
+            for kind in kinds
             if stop
         ]
 
@@ -168,7 +170,7 @@ def _stop(server: CheckedServer, *, quick: bool) -> Check:
         "replies.stop",
         "A stop text may begin in one token and end in another, and part of it may already have been streamed.",
         "Agents that stop at a text read too much, or wait for the limit.",
-        [fixed([first]), CheckStep(stopped, most=1 if quick else 2)],
+        [fixed([first]), CheckStep(stopped, None, count, count * first.tokens_in, count * first.tokens_out)],
         judge,
     )
 

@@ -21,6 +21,8 @@ from dsv4cli.engine.verification.tool_scenarios import ToolScenario, quick_scena
 ACCURACY = 0.9
 # scenarios whose raw text is compared with the parsed calls
 RAW, RAW_QUICK = 12, 1
+# the beginning of a call in the model's markup, after a server has removed the special token in it
+INVOKE = '<invoke name="'
 REASON = (
     "Tool calls are text in the model's own markup. Parsers lose them, cut their arguments or leak the markup, and the "
     "response still has status 200."
@@ -126,7 +128,7 @@ def figures_of(answered: Sequence[Answered]) -> ToolFigures:
         found.valid += sum(not errors_of(use, scenario.tools) for use in answer.calls)
         found.lost += bool(_lost(scenario, answer)) and answer.finish != "length"
         found.invented += bool(answer.calls) and scenario.choice == "none"
-        found.leaked += any(DSML in text for _, text in answer.texts())
+        found.leaked += any(_has_markup(text) for _, text in answer.texts())
         found.made[call.key] = [use.name for use in answer.calls]
     return found
 
@@ -141,6 +143,11 @@ def errors_of(use: ToolUse, tools: Sequence[Tool]) -> list[str]:
     except (ValueError, RecursionError):
         return ["arguments are not JSON"]
     return list(schema_errors(value, schema))
+
+
+def _has_markup(text: str) -> bool:
+    """Return whether a text contains the markup of calls, with its special tokens or without them."""
+    return DSML in text or INVOKE in text
 
 
 def _lost(scenario: ToolScenario, answer: ChatAnswer) -> str:
@@ -198,7 +205,7 @@ def _judge_choice(sent: Sequence[_Sent], replies: Replies) -> Iterator[Problem]:
 def _judge_leaks(sent: Sequence[_Sent], replies: Replies) -> Iterator[Problem]:
     for _, call, answer in sent_answers(sent, replies):
         for name, text in answer.texts():
-            if DSML in text:
+            if _has_markup(text):
                 yield Problem(f"{name} contains the markup of calls", [repr(text[:200])], call)
                 break
 
@@ -223,7 +230,7 @@ def _raw_check(server: CheckedServer, sent: Sequence[_Sent], count: int) -> Chec
             for _, call, answer in sent_answers([one], replies):
                 yield from _compared(call, answer, text)
 
-    skip = "" if server.completions else "the server has no /v1/completions, which returns the model's own text"
+    skip = "" if server.completions else "the server has no /v1/completions that returns the model's own text"
     return Check("tools.raw", REASON, MEANING, [] if skip else [fixed([raw for _, raw in pairs])], judge, skip)
 
 

@@ -1,19 +1,24 @@
 """How verify judges: differences of answers, schemas, numbers, prompts that differ, and invalid requests."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from dsv4cli.engine.text import tokens
 from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.engine.verification.chat_answer import AnswerToken, ChatAnswer, UnreadableReply, read_chat
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING, difference
 from dsv4cli.engine.verification.conversations import conversations
-from dsv4cli.engine.verification.encoding import count_prompt, explain
+from dsv4cli.engine.verification.encoding import count_prompt, explain, remedy
 from dsv4cli.engine.verification.limits import judge_refusal
 from dsv4cli.engine.verification.numbers import compare_numbers, verdict_of
 from dsv4cli.engine.verification.plan import Scope, cost_of, plan_checks
 from dsv4cli.engine.verification.reference import ScoredText, ServerReference, read_reference
 from dsv4cli.engine.verification.schema_errors import schema_errors
 from dsv4cli.engine.verification.tool_scenarios import ORDER, UNION, scenarios
+from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.engine.verification.vocabularies import open_tokenizer
 from tests.support.slow import slow_rows
 
@@ -109,6 +114,29 @@ def test_missing_tools_are_named(server):
     [one, *_] = conversations()["tools"]
     bare = count_prompt(server, type(one)(one.messages))
     assert explain(server, [(one, bare)]) == "the tools are missing"
+    assert remedy("the tools are missing").endswith("if the server passes the tools to it")
+    assert remedy("").endswith("writes the official prompt")
+
+
+@pytest.mark.parametrize(
+    ("content", "leaks"),
+    [(f"<{tokens.DSML}invoke", True), ('\n<invoke name="get_time">', True), ("call get_time", False)],
+)
+def test_markup_leaks_with_its_special_token_or_without(server, content, leaks):
+    answers, *others = tool_checks(server, quick=True, baseline=None)
+    whole = ServerReply(200, json.dumps({"choices": [{"message": {"content": content}}]}))
+    replies = {call.key: ServerReply(500) if call.streams else whole for call in answers.steps[0].plan({})}
+    [check] = [one for one in others if one.name == "tools.leaks"]
+    assert bool([*check.judge(replies)]) == bool(answers.figures(replies)["leaked"]) == leaks
+
+
+def test_an_ignored_effort_and_prompts_of_another_release_are_named(server):
+    [one, *_] = conversations()["efforts"]
+    ignored = explain(server, [(one, count_prompt(server, replace(one, level="high")))])
+    assert ignored == "the effort in the prompt is off or high, whatever the request says"
+    assert remedy(ignored).endswith("if the server passes reasoning_effort to it")
+    other = count_prompt(replace(server, release="0731"), one)
+    assert explain(server, [(one, other)]) == "the prompts are those of release 0731"
 
 
 def scored(*values):
