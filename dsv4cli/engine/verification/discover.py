@@ -70,8 +70,10 @@ def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int |
         names = ", ".join(one["id"] for one in models)
         raise UsageError(f"{url} has no model {wanted!r}", f"use one of {names}")
     found = next((one for one in models if one["id"] == wanted), models[0] if models else {"id": wanted})
-    limit = found.get("max_model_len")
-    return str(found["id"]), limit if type(limit) is int and limit > 0 else None
+    meta = found.get("meta")
+    announced = found.get("max_model_len"), meta.get("n_ctx") if isinstance(meta, dict) else None  # llama.cpp: meta
+    limit = next((one for one in announced if type(one) is int and one > 0), None)
+    return str(found["id"]), limit
 
 
 def _read(reply: ServerReply) -> ChatAnswer | None:

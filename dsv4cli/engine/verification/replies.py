@@ -1,4 +1,4 @@
-"""Checks of single answers: reasoning, stop texts, limits, sampling, and texts that must not leak. No torch."""
+"""Checks of single answers: reasoning, stop texts, limits, and texts that must not leak. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -7,15 +7,11 @@ from dsv4cli.engine.verification.calls import CHAT, ApiCall
 from dsv4cli.engine.verification.chat_answer import ChatAnswer, UnreadableReply, read_chat
 from dsv4cli.engine.verification.check import Check, CheckStep, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
-from dsv4cli.engine.verification.compare import ROUNDING
 
 THINKING = ("What is 17 * 25?", "What is 46 * 38?", "What is 318 + 457?")
 # answers of this question are long enough for every limit that is checked
 LONG = "What is 17 * 25? Show each step."
-# unlikely tokens follow each other, so that sampling at temperature 2 hardly ever repeats an answer
-OPEN = "Tell me a story about the sea and the wind."
 MARKUP = (*tokens.SPECIAL, f"<{tokens.DSML}", f"</{tokens.DSML}", "<tool_result>", "</tool_result>")
-SEEDS = (1, 2, 3, 4)
 LIMITS = (1, 2, 7)
 # tokens after which every answer has some text
 FIRST_TOKENS = 4
@@ -55,7 +51,6 @@ def reply_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
         _efforts(server),
         _stop(server, quick=quick),
         _max_tokens(server, LIMITS[1:2] if quick else LIMITS),
-        _temperature(server, SEEDS[:2] if quick else SEEDS),
     ]
 
 
@@ -207,36 +202,6 @@ def _max_tokens(server: CheckedServer, limits: Sequence[int]) -> Check:
         "Drafts, chunks and reasoning are places where a limit is exceeded or counted twice.",
         "Answers are longer or shorter than requested, and so is the bill.",
         calls,
-        judge,
-    )
-
-
-def _temperature(server: CheckedServer, seeds: Sequence[int]) -> Check:
-    hot = [server.chat(f"replies.temperature/hot-{seed}", OPEN, most=16, temperature=2, seed=seed) for seed in seeds]
-    cold = [server.chat(f"replies.temperature/cold-{n}", OPEN, most=16, logprobs=True) for n in range(len(seeds) // 2)]
-
-    def judge(replies: Replies) -> Iterator[Problem]:
-        texts = {(answer.reasoning, answer.content) for _, answer in readable(hot, replies)}
-        if len(hot) > 1 and len(texts) == 1:
-            yield Problem(
-                f"{len(hot)} answers at temperature 2 with different seeds are the same", [repr(texts.pop())], hot[0]
-            )
-        for call, answer in readable(cold, replies):
-            for token in answer.tokens:
-                best = max(token.top.values(), default=token.logprob)
-                if best - token.logprob > ROUNDING:
-                    shown = f"{token.text!r} has {token.logprob:.3f}, the likeliest token {best:.3f}"
-                    yield Problem("at temperature 0, a token is not the likeliest one", [shown], call)
-                    break
-        colds = {(answer.reasoning, answer.content) for _, answer in readable(cold, replies)}
-        if len(colds) > 1 and not server.logprobs:
-            yield Problem("two answers at temperature 0 differ", [repr(one) for one in colds], cold[0], wrong=False)
-
-    return _check(
-        "temperature",
-        "Gateways drop sampling fields that they do not know, and servers replace them with their own defaults.",
-        "Answers are random where they must be repeatable, or the same where variety is wanted.",
-        [*hot, *cold],
         judge,
     )
 

@@ -1,5 +1,6 @@
 """Checks that streaming does not change an answer: texts, characters, usage and the last event. No torch."""
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ def _pairs(server: CheckedServer, name: str, questions: Sequence[_Question]) -> 
                 level=one.level,
                 tools=one.tools,
                 most=one.most,
-                logprobs=True,
+                logprobs=not one.tools,  # llama.cpp refuses streams with both
                 stream=kind == "stream",
             )
             for kind in ("whole", "stream")
@@ -106,7 +107,27 @@ def _compared(call: ApiCall, whole: ChatAnswer, streamed: ChatAnswer) -> Iterato
         lines.append(f"finish_reason: whole {whole.finish!r}, streamed {streamed.finish!r}")
     # two tokens that are equally likely may change places between two requests
     rounding = found is not None and found.size() <= ROUNDING
-    yield Problem("the streamed answer differs from the whole one", lines, call, wrong=not rounding)
+    yield Problem(
+        "the streamed answer differs from the whole one",
+        lines,
+        call,
+        wrong=not rounding and not _alike(whole, streamed),
+    )
+
+
+def _alike(whole: ChatAnswer, streamed: ChatAnswer) -> bool:
+    """Return True if answers without log-probabilities call the same functions, with complete arguments."""
+    names = [[use.name for use in one.calls] for one in (whole, streamed)]
+    if whole.tokens or not names[0] or names[0] != names[1] or whole.finish != streamed.finish:
+        return False
+    return all(_is_object(use.arguments) for one in (whole, streamed) for use in one.calls)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _judge_characters(pairs: Sequence[tuple[ApiCall, ApiCall]], replies: Replies) -> Iterator[Problem]:
@@ -137,7 +158,7 @@ def _judge_usage(calls: Sequence[ApiCall], replies: Replies) -> Iterator[Problem
             yield Problem("usage is not in the last event of the stream", shown, call)
         # the end token counts, but is not among the log-probabilities; drafts never add tokens
         if answer.tokens and not answer.calls and not 0 <= drawn - len(answer.tokens) <= 1 + bool(answer.reasoning):
-            listed = f"{len(answer.tokens)} log-probabilities"
-            yield Problem("usage.completion_tokens is not the number of tokens", [*shown, listed], call)
+            listed = f"log-probabilities of {len(answer.tokens)} tokens, and usage.completion_tokens is {drawn}"
+            yield Problem(f"the answer has {listed}", shown, call)
         if drawn > call.tokens_out:
             yield Problem("usage.completion_tokens is more than max_tokens", shown, call)

@@ -55,7 +55,8 @@ class Sender:
         if kept is not None:
             return kept
         reply = self._patiently(call)
-        if keep and self._journal is not None:
+        # closing ends running requests, which says nothing about the server
+        if keep and self._journal is not None and not self._open.ended.is_set():
             self._journal.add(call, reply)
         return reply
 

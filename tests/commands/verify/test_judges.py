@@ -6,17 +6,22 @@ from dataclasses import replace
 import pytest
 
 from dsv4cli.engine.text import tokens
+from dsv4cli.engine.verification import discover
 from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.engine.verification.chat_answer import AnswerToken, ChatAnswer, UnreadableReply, read_chat
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING, difference
 from dsv4cli.engine.verification.conversations import conversations
 from dsv4cli.engine.verification.encoding import count_prompt, explain, remedy
+from dsv4cli.engine.verification.journal import ReplyJournal
 from dsv4cli.engine.verification.limits import judge_refusal
 from dsv4cli.engine.verification.numbers import compare_numbers, verdict_of
 from dsv4cli.engine.verification.plan import Scope, cost_of, plan_checks
 from dsv4cli.engine.verification.reference import ScoredText, ServerReference, read_reference
+from dsv4cli.engine.verification.reply_streams import stream_checks
 from dsv4cli.engine.verification.schema_errors import schema_errors
+from dsv4cli.engine.verification.sender import Sender
+from dsv4cli.engine.verification.temperature import temperature_check
 from dsv4cli.engine.verification.tool_scenarios import ORDER, UNION, scenarios
 from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.engine.verification.vocabularies import open_tokenizer
@@ -124,10 +129,45 @@ def test_missing_tools_are_named(server):
 )
 def test_markup_leaks_with_its_special_token_or_without(server, content, leaks):
     answers, *others = tool_checks(server, quick=True, baseline=None)
-    whole = ServerReply(200, json.dumps({"choices": [{"message": {"content": content}}]}))
-    replies = {call.key: ServerReply(500) if call.streams else whole for call in answers.steps[0].plan({})}
+    replies = {call.key: ServerReply(500) if call.streams else said(content) for call in answers.steps[0].plan({})}
     [check] = [one for one in others if one.name == "tools.leaks"]
     assert bool([*check.judge(replies)]) == bool(answers.figures(replies)["leaked"]) == leaks
+
+
+def said(content):
+    return ServerReply(200, json.dumps({"choices": [{"message": {"content": content}}]}))
+
+
+@pytest.mark.parametrize(
+    ("hot", "wrong"),
+    [(("a", "a"), [True]), (("b", "b"), [False]), (("a", "b"), [])],
+    ids=["ignored", "few-tokens", "sampled"],
+)
+def test_a_temperature_is_ignored_if_all_answers_are_greedy(server, hot, wrong):
+    check = temperature_check(server, quick=True)
+    texts = iter((*hot, "a"))
+    replies = {call.key: said(next(texts)) for call in check.steps[0].plan({})}
+    assert [problem.wrong for problem in check.judge(replies)] == wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong"),
+    [('{"city": "Paris"}', []), ('{"city": "Rome"}', [False]), ('{"city": "Par', [True])],
+    ids=["same", "other", "cut"],
+)
+def test_calls_without_log_probabilities_are_compared_by_function(server, arguments, wrong):
+    check = stream_checks(server, quick=True)[0]
+    call = {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+    message = {"tool_calls": [call]}
+    whole = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    function = {"function": call["function"] | {"arguments": arguments}}
+    delta = {"choices": [{"delta": {"tool_calls": [function]}, "finish_reason": "tool_calls"}]}
+    streamed = f"data: {json.dumps(delta)}\n\ndata: [DONE]\n\n"
+    replies = {
+        call.key: ServerReply(200, streamed if call.streams else json.dumps(whole)) for call in check.steps[0].plan({})
+    }
+    found = [problem for problem in check.judge(replies) if problem.call.key == "replies.stream/1-stream"]
+    assert [problem.wrong for problem in found] == wrong
 
 
 def test_an_ignored_effort_and_prompts_of_another_release_are_named(server):
@@ -209,3 +249,23 @@ def test_a_stream_is_put_together():
     found = read_chat(ServerReply(200, "".join(f"data: {one}\n\n" for one in events)), streamed=True)
     assert (found.content, found.finish, found.done, found.usage_last) == ("4", "tool_calls", True, True)
     assert [(call.name, call.arguments) for call in found.calls] == [("f", "{}")]
+
+
+@pytest.mark.parametrize("model", [{"max_model_len": 8192}, {"meta": {"n_ctx": 8192}}], ids=["vllm", "llama.cpp"])
+def test_the_announced_context_length_is_found(model):
+    reply = ServerReply(200, json.dumps({"data": [{"id": "nano", **model}]}))
+    assert discover._model("http://x", reply, None) == ("nano", 8192)
+
+
+def test_a_request_that_closing_ends_is_not_taken_for_an_answer(tmp_path, monkeypatch):
+    journal = ReplyJournal(tmp_path / "run.jsonl", "http://x")
+    one = Sender("http://x", "", 1, 1.0, journal)
+
+    def once(call, *, last):
+        one.close()
+        return ServerReply(0, failure="closed"), None
+
+    monkeypatch.setattr(one, "_once", once)
+    one.send(ApiCall("limits.too-long/prompt", "/v1/chat/completions", {}))
+    assert len(journal) == 0
+    journal.close()
