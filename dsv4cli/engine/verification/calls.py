@@ -99,7 +99,7 @@ class ServerReply:
     def summary(self) -> str:
         """The response in a few words, for evidence."""
         if self.failure == "no answer":
-            return "no response in time"
+            return f"no response within {self.seconds:.0f} s; use --timeout if the server is only slow"
         if self.failure:
             return "the connection was closed without a response"
         text = self.text[:200]
