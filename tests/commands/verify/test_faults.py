@@ -7,6 +7,7 @@ import torch
 
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.settings import AUTO_DRAFTING, Drafting
 from dsv4cli.engine.verification import limits
 from dsv4cli.engine.verification.discover import ServerHints, discover
 from dsv4cli.engine.verification.plan import Scope, plan_checks
@@ -20,6 +21,8 @@ from tests.support.serving import asking, served
 from tests.support.shared_models import load_anew
 from tests.support.slow import slow
 
+# seconds for a response, on a machine that is busy with other tests
+RESPONSE_SECONDS = 3600
 # named with the fewest requests
 FEW = ("errors are 500",)
 
@@ -42,7 +45,7 @@ NEEDS = {
 
 def checked(url, scope, *names):
     """What is wrong, by the check that says so. names: checks to make, instead of all in the scope."""
-    run = VerifyRun(Sender(url, "", 16, 600))
+    run = VerifyRun(Sender(url, "", 16, RESPONSE_SECONDS))
     server = discover(url, run.sender.send, ServerHints())
     checks = plan_checks(server, scope, lambda: run.calls, read_reference("nano"))
     run.run([one for one in checks if not names or one.name in names], lambda done, total: None)
@@ -98,8 +101,15 @@ def test_a_damaged_model_has_other_numbers(damage, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafting", [AUTO_DRAFTING, Drafting(3, always=True)], ids=["auto", "drafts"])
 @pytest.mark.parametrize("load", [False, True], ids=["alone", "under-load"])
-def test_a_right_server_is_never_wrong(load, nano):
+def test_a_right_server_is_never_wrong(load, drafting, monkeypatch):
+    monkeypatch.setattr(serving, "AUTO_DRAFTING", drafting)
+    with served() as nano:
+        _verify_often(nano, load)
+
+
+def _verify_often(nano, load):
     ended = threading.Event()
 
     def ask():
@@ -112,7 +122,7 @@ def test_a_right_server_is_never_wrong(load, nano):
     for one in threads:
         one.start()
     try:
-        for _ in range(10):
+        for _ in range(5):
             assert checked(nano.url, Scope(quick=True)) == {}
     finally:
         ended.set()

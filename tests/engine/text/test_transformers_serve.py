@@ -1,17 +1,11 @@
 """transformers' own server with the model and the chat template that `dsv4 convert` writes answers as `dsv4 run`."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 
 import pytest
 
-from tests.support.conversions import convert
+from tests.support.foreign_servers import transformers_server
 from tests.support.program import Program
 
 pytestmark = pytest.mark.slow
@@ -27,43 +21,14 @@ CALLED = [
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "a", "content": '{"temperature": 21, "sky": "sunny"}'},
 ]
-# seconds; a process that imports PyTorch on a busy machine
-START = 300
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """The address of `transformers serve`, and the folder of its model."""
-    for package in ("transformers", "fastapi", "uvicorn", "openai", "accelerate"):
-        pytest.importorskip(package)
-    folder = tmp_path_factory.mktemp("served") / "nano"
-    convert("nano", folder, "--to", "transformers", "--verify", "off")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "transformers.cli.transformers", "serve", str(folder), "--port", str(port)]
-    environment, log = os.environ | {"HF_HUB_OFFLINE": "1"}, folder.parent / "log"
-    with (
-        log.open("wb") as file,
-        subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=file, stderr=file) as process,
-    ):
-        try:
-            assert _is_ready(f"http://localhost:{port}", process), log.read_text()[-2000:]
-            yield f"http://localhost:{port}", folder
-        finally:
-            process.terminate()
-
-
-def _is_ready(url, process):
-    end = time.monotonic() + START
-    while process.poll() is None and time.monotonic() < end:
-        try:
-            urllib.request.urlopen(f"{url}/v1/models", timeout=5).close()
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            time.sleep(0.5)
-        else:
-            return True
-    return False
+    folder = tmp_path_factory.mktemp("served")
+    with transformers_server(folder) as url:
+        yield url, folder / "nano"
 
 
 @pytest.mark.parametrize(
