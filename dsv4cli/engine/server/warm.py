@@ -87,6 +87,9 @@ def spare_what_is_there() -> None:
     """
     gc.collect()
     gc.freeze()
+    # CPython runs a full collection once new objects reach a quarter of those that the last one found: one that finds
+    # none keeps the garbage of requests from piling up
+    gc.collect()
 
 
 def _memory(share: CacheOptions, device: torch.device) -> tuple[int, int]:

@@ -177,7 +177,8 @@ def test_memory_is_flat_over_10_000_requests(keys):
                 server.ask("/metrics").close()
                 measured.append(memory(server))
         sys.stderr.write(f"resident memory in kB after each 1,000 requests: {measured}\n")
-        # over 10,000 requests, with what the prefix cache takes as it fills: 12,300 kB were seen
+        # 12,300 kB were seen before `spare_what_is_there` collected twice, probably garbage cycles of connections. The
+        # prefix cache is full before the first measurement, and an engine alone stays flat
         assert measured[-1] - measured[0] < 20_000, measured
         assert statuses == {200, 404, 429}
         assert comes(lambda: len(server.lines) > 11_000)
