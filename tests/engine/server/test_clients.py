@@ -149,7 +149,7 @@ def harness(nano, tmp_path):
             [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", server, "--tasks", "own",
              "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples", *arguments],
             cwd=tmp_path, env={**os.environ, "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")},
-            capture_output=True, text=True, timeout=300,
+            capture_output=True, text=True, timeout=1200,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         [samples] = (tmp_path / "out").rglob("samples_own*.jsonl")
