@@ -132,7 +132,7 @@ def check_shares(job: Job, size: int) -> None:
 
     identity = job.source.identity
     if isinstance(identity, GgufIdentity):
-        table = loaded_table(identity, blocks=job.kernels != "triton")
+        table = loaded_table(identity)
     else:
         table = expected_tensors(identity.config, identity.formats)
     check_ranks(identity.config, table.values(), size, rounds=job.execution.dtype == "auto")

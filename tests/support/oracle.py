@@ -140,7 +140,7 @@ def transformers_logits(model: Transformer, ids: Sequence[int]) -> torch.Tensor:
 def logits_in_chunks(model: Transformer, ids: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
     """The engine's logits [T, V] when the tokens arrive in chunks of these sizes."""
     assert sum(chunks) == len(ids), f"chunks of {sum(chunks)} tokens for {len(ids)}"
-    cache = Cache(model.config, model.numerics)
+    cache = Cache(model.config, model.numerics, device=next(model.parameters()).device)
     sequence = cache.allocate()
     logits = []
     for count in chunks:

@@ -91,7 +91,7 @@ def _by_type(tensors: Any) -> dict[str, int]:
 
 def _needed(identity: GgufIdentity) -> int:
     """Return the bytes of GPU memory for all weights and one sequence."""
-    table = loaded_table(identity, blocks=True)
+    table = loaded_table(identity)
     return SharedModel(identity.config, identity.formats, 0, table).share((LARGE_GPU,), CONTEXT, 1).needed
 
 

@@ -1,8 +1,6 @@
 """Fill a model's parameters from GGUF files: blocks are read as they are, all other tensors are decoded."""
 
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Generator, Iterable
 from functools import partial
 from math import prod
 
@@ -17,7 +15,6 @@ from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.parallel.world import World
-from dsv4cli.engine.system.threads import as_done
 from dsv4cli.engine.weights.fill import (
     TORCH_DTYPES,
     Arrived,
@@ -29,9 +26,6 @@ from dsv4cli.engine.weights.fill import (
 )
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
-
-# threads that decode; each holds 1 MiB of rows and their values
-DECODERS = 8
 
 
 def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: World) -> Supply:
@@ -57,38 +51,29 @@ def _fill(
     yield from as_bytes(destinations)
     model = GgufStoredModel(identity)
     with model:
-        jobs = [job for spec in decoded for job in _jobs(model, spec, world, destinations[spec.name])]
-        with closing(as_done(jobs, DECODERS, threading.Event())) as arrived:
-            yield from arrived
+        for spec in decoded:
+            yield from _decode(model, spec, world, destinations[spec.name])
 
 
-def _jobs(
+def _decode(
     model: GgufStoredModel, spec: TensorSpec, world: World, destination: torch.Tensor
-) -> Iterator[Callable[[], Arrived]]:
-    """Yield the jobs that read one tensor, a few rows each."""
+) -> Generator[Arrived, None, None]:
+    """Decode the rows of one tensor that this rank holds, a few at a time, and copy them."""
     if spec.dtype in BLOCK_DTYPES:
         assert spec.shard is None, spec.name
-        yield partial(_copy_blocks, model, spec, destination)
+        blocks = torch.from_numpy(model.read_blocks(spec))
+        destination.copy_(blocks)
+        yield spec.name, blocks.nbytes
         return
     own = local_slice(spec, world)
     start, stop, _ = own[0].indices(spec.shape[0])
     for rows in row_chunks(stop - start, prod(spec.shape[1:])):
-        held = (slice(start + rows.start, start + rows.stop), *own[1:])
-        yield partial(_decode, model, spec, held, destination[rows])
-
-
-def _copy_blocks(model: GgufStoredModel, spec: TensorSpec, destination: torch.Tensor) -> Arrived:
-    blocks = torch.from_numpy(model.read_blocks(spec))
-    destination.copy_(blocks)
-    return spec.name, blocks.nbytes
-
-
-def _decode(model: GgufStoredModel, spec: TensorSpec, held: tuple[slice, ...], destination: torch.Tensor) -> Arrived:
-    """Decode rows of one tensor, and copy the part of them that this rank holds."""
-    raw = model.read(spec, held[0])[(slice(None), *held[1:])]
-    bits = np.ascontiguousarray(raw)
-    tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(TORCH_DTYPES[spec.dtype])
-    if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
-        raise damaged_scale(spec)
-    destination.copy_(tensor)
-    return spec.name, tensor.nbytes
+        raw = model.read(spec, slice(start + rows.start, start + rows.stop))[(slice(None), *own[1:])]
+        bits = np.ascontiguousarray(raw)
+        tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(
+            TORCH_DTYPES[spec.dtype]
+        )
+        if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
+            raise damaged_scale(spec)
+        destination[rows].copy_(tensor)
+        yield spec.name, tensor.nbytes

@@ -9,7 +9,6 @@ from dsv4cli.engine.checkpoint.coverage import check_coverage
 from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
-from dsv4cli.engine.checkpoint.names import folder_word
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, check_drafter
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -142,20 +141,9 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
 
 
 def _load_gguf(identity: GgufIdentity, numerics: Numerics, target: _Target) -> Transformer:
-    """Load the blocks of GGUF files as stored, or with the Triton kernels, which do not decode blocks, as values."""
+    """Load the blocks of GGUF files as stored."""
     identity.check_readable()
-    blocks = chosen() != "triton"
-    table = loaded_table(identity, blocks=blocks)
-    try:
-        config, specs, placement = _placed(identity.config, identity.formats, target, table)
-    except NotEnoughMemory as error:
-        if blocks:
-            raise
-        raise NotEnoughMemory(
-            f"the Triton kernels do not decode GGUF blocks, and after dequantization {error.message}",
-            "keep the blocks with --backend torch, which is slower, or convert the file: "
-            f"`dsv4 convert {folder_word(identity.checkpoint.folder)} OUT --to official`",
-        ) from None
+    config, specs, placement = _placed(identity.config, identity.formats, target, loaded_table(identity))
     supply = stored_gguf(identity, specs.values(), target.world)
     return _filled(config, numerics, specs, supply, placement, target)
 

@@ -15,15 +15,12 @@ PLAIN = ("F32", "BF16")
 BYTES = "U8"
 
 
-def loaded_table(identity: GgufIdentity, *, blocks: bool) -> dict[str, TensorSpec]:
+def loaded_table(identity: GgufIdentity) -> dict[str, TensorSpec]:
     """Return the tensors that fill the model's parameters.
 
-    blocks: whether matrices keep their blocks, with a dtype of BLOCK_DTYPES and rows of bytes. Without, they become
-    fp32 or bf16 values; experts in MXFP4 stay FP4.
+    Matrices keep their blocks, with a dtype of BLOCK_DTYPES and rows of bytes; experts in MXFP4 become FP4.
     """
     specs = {name: spec for name, spec in identity.specs.items() if spec.parameter}
-    if not blocks:
-        return specs
     found: dict[str, TensorSpec] = {}
     for roles in matrices(specs.values()).values():
         weight, kind = roles["weight"], identity.stored_type(roles["weight"])

@@ -44,8 +44,6 @@ def run_command(fit: Fit, share: Share, name: str, context: int, batch: int) -> 
         words += ["--tp", str(share.ranks)]
     elif share.devices[0].torch_name != fit.machine.automatic:
         words += ["--device", share.devices[0].torch_name]
-    if fit.blocks and share.on_gpu:
-        words += ["--backend", "torch"]
     in_host = share.host if share.on_gpu else share.weights
     if fit.machine.claims_ram and in_host:
         words += ["--host-memory", f"{-(-in_host * share.ranks // MB)}MB"]

@@ -43,7 +43,7 @@ def answer_fit(result: Inspection, machine: Machine, *, context: int, batch: int
     if identity is None:
         assert result.problem is not None
         raise result.problem
-    table = loaded_table(identity, blocks=True) if isinstance(identity, GgufIdentity) else None
+    table = loaded_table(identity) if isinstance(identity, GgufIdentity) else None
     fit = plan_fit(identity.config, identity.formats, machine, context=context, batch=batch, table=table)
     # hf:// is known to inspect alone
     name = source.repository if isinstance(source, RemoteSource) else source.name

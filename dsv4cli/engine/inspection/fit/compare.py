@@ -43,7 +43,7 @@ def _fit(form: Form, machine: Machine, context: int) -> FormFit:
     model = SharedModel(form.config, form.formats, machine.host, form.table)
     share, missing = best_share(model, machine, context)
     sizes = model.sizes(1 if share is None else share.ranks)
-    speed = estimate(form.config, sizes, share, BATCHES) if share is not None and form.kernels else None
+    speed = estimate(form.config, sizes, share, BATCHES) if share is not None and form.estimated else None
     longest = 0 if share is None else most_context(model, share)
     return FormFit(form, model.sizes(1).total, share, missing, longest, speed)
 
@@ -61,7 +61,6 @@ def forms_document(forms: list[FormFit]) -> list[dict[str, Any]]:
             "host": 0 if one.share is None else one.share.host * one.share.ranks,
             "missing": one.missing,
             "largest_context": one.context,
-            "backend": "triton" if one.form.kernels else "torch",
             "estimate": one.speed and asdict(one.speed),
         }
         for one in forms

@@ -24,7 +24,7 @@ class Form:
         name: for the table and the JSON document.
         source: where it can be downloaded; FILE stands for a GGUF file.
         config, formats, table: the model, the formats and the tensors that are loaded.
-        kernels: whether the Triton kernels compute with it; if not, only plain PyTorch keeps it as stored.
+        estimated: whether the speed of its kernels on a GPU is that of the bytes they read.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Form:
     config: ModelConfig
     formats: Formats
     table: Mapping[str, TensorSpec]
-    kernels: bool = True
+    estimated: bool = True
 
 
 def forms_of(size: str, config: ModelConfig) -> list[Form]:
@@ -44,8 +44,8 @@ def forms_of(size: str, config: ModelConfig) -> list[Form]:
     return [
         Form("official", size, config, Formats(), loaded_tensors(config, Formats())),
         Form("NVFP4", nvidia, config, nvfp4, loaded_tensors(config, nvfp4)),
-        Form("4-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, FOUR_BIT), kernels=False),
-        Form("2-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, TWO_BIT), kernels=False),
+        Form("4-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, FOUR_BIT), estimated=False),
+        Form("2-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, TWO_BIT), estimated=False),
     ]
 
 

@@ -36,7 +36,6 @@ class Fit:
         layers: how many of the first layers the `largest` device can run, None if the whole model runs.
         more_gpus: GPUs like the machine's that would hold the model.
         more_host: the share that would run with `host_needed` bytes of free host memory.
-        blocks: whether the weights are GGUF blocks, which only plain PyTorch keeps as stored.
     """
 
     context: int
@@ -56,7 +55,6 @@ class Fit:
     more_gpus: Share | None
     more_host: Share | None
     host_needed: int
-    blocks: bool = False
 
     @property
     def nearest(self) -> Share:
@@ -114,7 +112,6 @@ def plan_fit(
         more_gpus=_more_gpus(model, machine, context, batch) if lacks_gpu else None,
         more_host=host,
         host_needed=needed,
-        blocks=table is not None,
     )
 
 

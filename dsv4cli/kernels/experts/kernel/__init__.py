@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
-from dsv4cli.kernels.experts.kernel import few_tokens, fp8_hopper, many_tokens
+from dsv4cli.kernels.experts.kernel import few_tokens, fp8_hopper, ggml, many_tokens
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import kernel as gemm
@@ -35,6 +35,8 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
+    if ggml.takes(weights):
+        return many_tokens.ordered_sum(ggml.routed_outputs(x, weights, experts, routing, limit, round_inputs), experts)
     chosen = experts.contiguous(), routing.contiguous()
     if fp8_hopper.suits(x, weights, experts.numel(), round_inputs):
         return fp8_hopper.mixture(rows(x), weights, None, *chosen, limit, torch.float32)
@@ -61,6 +63,9 @@ def mixture(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     chosen, round_routed = (experts.contiguous(), routing.contiguous()), round_inputs and weights.w1.scale is not None
+    if ggml.takes(weights):
+        outputs = ggml.routed_outputs(x, weights, experts, routing, limit, round_routed)
+        return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
     if fp8_hopper.suits(x, weights, experts.numel(), round_routed):
         if fp8_hopper.suits_shared(x, weights, shared):
             return fp8_hopper.mixture(rows(x), weights, shared, *chosen, limit, dtype)

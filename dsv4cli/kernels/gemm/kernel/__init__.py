@@ -8,7 +8,7 @@ import torch
 from dsv4cli.kernels.block_scale.kernel import fp8_round
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel import few_rows, gemv, swap_ab, tiled
+from dsv4cli.kernels.gemm.kernel import few_rows, gemv, ggml, swap_ab, tiled
 from dsv4cli.kernels.gemm.kernel.dequant import Norm
 from dsv4cli.kernels.norm import kernel as norm
 from dsv4cli.kernels.rows import planned_rows
@@ -21,9 +21,7 @@ FEW, FEW_FP4 = 16, 2
 def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     """Return the module that multiplies x [T, K] or [T, G, K] by this weight."""
     if weight.dtype == torch.uint8:
-        raise KernelUnsupported(
-            "the Triton linears support NVFP4 weights one at a time, with scale_2, and no GGUF blocks"
-        )
+        raise KernelUnsupported("the Triton linears support NVFP4 weights one at a time, with scale_2")
     if swap_ab.takes(x[:, None] if x.ndim == 2 else x, weight):
         return gemv
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
@@ -31,6 +29,8 @@ def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
 
 def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     weight, scale, scale_2 = matrix
+    if matrix.block_type is not None:
+        return ggml.linears(x, [matrix])[0]
     if scale_2 is not None:
         assert scale is not None
         # no known checkpoint has linears in NVFP4: this is exact, and takes as long as writing the weights in bf16
@@ -49,6 +49,8 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    if matrix.block_type is not None:
+        return ggml.grouped_linear(x, matrix)
     return _kernel_module(x, matrix.weight).grouped_linear(x, matrix)
 
 
@@ -58,6 +60,8 @@ def linears(
     plain: Sequence[StoredMatrix],
     fp32: Sequence[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    if any(matrix.block_type is not None for matrix in plain):
+        return _linears_of_blocks(x, rounded, plain, fp32)
     modules = {_kernel_module(x, weight) for weight in (*(one.weight for one in (*rounded, *plain)), *fp32)}
     if len(modules) == 1:
         return modules.pop().linears(x, rounded, plain, fp32)
@@ -66,6 +70,19 @@ def linears(
         [linear(x, matrix) for matrix in plain],
         [linear_fp32(x, weight) for weight in fp32],
     )
+
+
+def _linears_of_blocks(
+    x: torch.Tensor,
+    rounded: Sequence[StoredMatrix],
+    plain: Sequence[StoredMatrix],
+    fp32: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Compute `linears` with some GGUF blocks in `plain`."""
+    blocks = iter(ggml.linears(x, [matrix for matrix in plain if matrix.block_type is not None]))
+    of_rounded, others, of_fp32 = linears(x, rounded, [matrix for matrix in plain if matrix.block_type is None], fp32)
+    of_others = iter(others)
+    return of_rounded, [next(of_others if one.block_type is None else blocks) for one in plain], of_fp32
 
 
 def normed_linears(
@@ -79,7 +96,9 @@ def normed_linears(
     # otherwise every program would repeat too much of the norm (H200, wq_b of 16 rows: 35 us instead of 13 us plus the
     # launch of a norm)
     rows = planned_rows(x.shape[0])
-    if rows == 1:
+    if any(matrix.block_type is not None for matrix in matrices):
+        once = False
+    elif rows == 1:
         once = all(_kernel_module(x, matrix.weight) is gemv for matrix in matrices)
     else:
         once = rows > 1 and all(few_rows.takes(x[:, None], matrix) for matrix in matrices)

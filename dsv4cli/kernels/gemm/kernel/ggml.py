@@ -1,0 +1,144 @@
+"""Linears over GGUF blocks, decoded in registers: for few rows each block is decoded once, for many once per tile."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.gemm.kernel.dequant import one_of
+from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, columns, has_codes
+from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
+from dsv4cli.kernels.launch import cdiv, launched
+from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+
+# most rows of x that are multiplied as few
+FEW = 16
+# most warps of a program for few rows, which share the columns; groups of 32 columns that each decodes at a time
+WARPS, EACH = 4, 4
+# rows, warps and octets at a time of a program for many rows
+TILE_ROWS, TILE_WARPS, TILE_OCTETS = 64, 4, 8
+
+
+def linears(x: torch.Tensor, matrices: Sequence[StoredMatrix]) -> list[torch.Tensor]:
+    """Return ref.linear of x [T, K] and each matrix. Matrices of one type are multiplied in one launch."""
+    return [y[:, 0] for y in _multiply(x[:, None], matrices)]
+
+
+def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """Return ref.grouped_linear of x [T, G, K] and a matrix [G * N, K]."""
+    return _multiply(x, [matrix])[0]
+
+
+def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix]) -> list[torch.Tensor]:
+    tokens, groups, width = x.shape
+    if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1:
+        raise KernelUnsupported(f"the Triton linear supports bf16 and fp32 rows, not {x.dtype} {tuple(x.shape)}")
+    assert all(columns(matrix) == width for matrix in matrices)
+    ys = [x.new_empty(tokens, groups, matrix.weight.shape[0] // groups) for matrix in matrices]
+    if not tokens:
+        return ys
+    alike = defaultdict[str, list[tuple[KernelBlocks, torch.Tensor]]](list)
+    for matrix, y in zip(matrices, ys, strict=True):
+        blocks = blocks_of(matrix)
+        alike[blocks.kind].append((blocks, y))
+    for kind, pairs in alike.items():
+        if suits_few(x, kind) and tokens <= FEW:
+            _multiply_few(x, kind, pairs)
+        else:
+            for blocks, y in pairs:
+                _multiply_many(x, blocks, y)
+    return ys
+
+
+def suits_few(x: torch.Tensor, kind: str) -> bool:
+    """Return whether `few_products` supports blocks of this type for x [.., K]."""
+    return x.dtype == torch.bfloat16 and bool(has_codes(kind)) and x.shape[-1] % GROUP == 0
+
+
+def splits(width: int) -> tuple[int, int]:
+    """Return warps and groups at a time for rows of this width."""
+    groups = width // GROUP
+    warps = math.gcd(groups, WARPS)
+    return warps, math.gcd(groups // warps, EACH)
+
+
+def _multiply_few(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks, torch.Tensor]]) -> None:
+    (tokens, groups, width), numbers = x.shape, tuple(y.shape[-1] for _, y in pairs)
+    (warps, each), starts = splits(width), [0]
+    for n in numbers:
+        starts.append(starts[-1] + cdiv(n, ROWS))
+    _few[(starts[-1], groups)](
+        x, tuple(blocks.units for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
+        x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, 8 if tokens <= 8 else 16, warps, each,
+        num_warps=warps, **overlap(x),
+    )  # fmt: skip
+
+
+def _multiply_many(x: torch.Tensor, blocks: KernelBlocks, y: torch.Tensor) -> None:
+    tokens, groups, width = x.shape
+    rows, together = y.shape[-1], 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    _many[(cdiv(tokens, together), cdiv(rows, TILE_ROWS), groups)](
+        x, blocks.units, blocks.table, y, tokens, x.stride(0), x.stride(1), rows, width, blocks.kind, TILE_ROWS,
+        together, math.gcd(width // 8, TILE_OCTETS), num_warps=TILE_WARPS,
+    )  # fmt: skip
+
+
+@launched(do_not_specialize=["tokens"])
+def _few(
+    x,  # [tokens, G, K]
+    weights,  # of each product: blocks [G * N, K]
+    table,
+    ys,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    STARTS: tl.constexpr,  # the first program of each product, and of none
+    NS: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WARPS: tl.constexpr,
+    EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    program, group = tl.program_id(0), tl.program_id(1)
+    weight = one_of(weights, program, STARTS, 0, len(NS))
+    y = one_of(ys, program, STARTS, 0, len(NS))
+    n = one_of(NS, program, STARTS, 0, len(NS))
+    first = (program - one_of(STARTS, program, STARTS, 0, len(NS))) * 16
+    # missing tokens and rows repeat the last one
+    offset = tl.minimum(operand_tokens(TOKENS, WARPS), tokens - 1).to(tl.int64) * x_row + group * x_group
+    own = group * n + tl.minimum(first + operand_rows(WARPS), n - 1)
+    wait_for_inputs(OVERLAP)
+    (sums,) = few_products(x, offset, (weight,), (table,), own, K, (KIND,), WARPS, EACH)
+    row, token = first + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)[None]
+    place = y + (token.to(tl.int64) * tl.num_programs(1) + group) * n + row
+    tl.store(place, sums.to(y.dtype.element_ty), (row < n) & (token < tokens))
+
+
+@launched(do_not_specialize=["tokens"])
+def _many(
+    x,  # [tokens, G, K]
+    weight,  # blocks [G * N, K]
+    table,
+    y,  # [tokens, G, N]
+    tokens,
+    x_row,
+    x_group,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    OCTETS: tl.constexpr,
+):
+    token, group = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER), tl.program_id(2)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    place = tl.minimum(token, tokens - 1).to(tl.int64) * x_row + group * x_group
+    total = many_products(x, place, weight, table, group * N + tl.minimum(row, N - 1), K, KIND, OCTETS)
+    to = y + (token.to(tl.int64)[:, None] * tl.num_programs(2) + group) * N + row[None]
+    tl.store(to, tl.trans(total).to(y.dtype.element_ty), (token < tokens)[:, None] & (row < N)[None])

@@ -1,0 +1,1 @@
+"""GGUF blocks in Triton: decoding in registers, and products with it. `gemm` and `experts` launch them."""

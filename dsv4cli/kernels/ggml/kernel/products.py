@@ -1,0 +1,197 @@
+"""Products with GGUF blocks that are decoded in registers, on tensor cores.
+
+For few tokens, a thread decodes the columns that the tensor core's operand expects of it, in another order: of 32
+columns, thread t of four has those of octet t. The inputs are loaded in the same order. Codes become subnormal bf16
+numbers, code * 2 ** -133, with a byte each for the magnitude and the sign; inputs are scaled up to compensate. Scales
+multiply the fp32 sums of 32 columns. For many tokens, values are split into two bf16 numbers, which together have 16 to
+17 significant bits.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.ggml.kernel.octets import (
+    has_halves,
+    has_offset,
+    octet_values,
+    octets,
+    octets_per_block,
+    units_per_block,
+)
+
+# columns whose sums have one scale, and rows of the operand
+GROUP, ROWS = 32, 16
+# inputs are multiplied by the first, sums by the second
+_INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(2.0**64), tl.constexpr(2.0**69)
+
+
+@triton.jit
+def _blocks(weight, row, octet, K: tl.constexpr, KIND: tl.constexpr):
+    """Return pointers to the blocks of octets in rows of a matrix with K columns, and the octets' numbers in them."""
+    PER_BLOCK: tl.constexpr = octets_per_block(KIND)
+    UNITS: tl.constexpr = units_per_block(KIND, weight.dtype.element_ty.primitive_bitwidth)
+    begin = weight + row.to(tl.int64) * (K // 8 // PER_BLOCK * UNITS)
+    return begin + octet // PER_BLOCK * UNITS, octet % PER_BLOCK
+
+
+@triton.jit
+def _pairs(magnitudes, signs):
+    """Return the codes of a word, the first with the third and the second with the fourth, as bf16 * 2 ** -133."""
+    first = magnitudes & 0x00FF00FF | (signs & 0x00800080) << 8
+    return first, magnitudes >> 8 & 0x00FF00FF | signs & -0x7FFF8000
+
+
+@triton.jit
+def _operand(a, b, c, d, WARPS: tl.constexpr):
+    """Return the pairs of bf16 of eight columns, [64 * WARPS], as a left operand [WARPS, 16, 32].
+
+    Of 16 columns of the operand, a thread has four.
+    """
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    low = words.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (words >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    each = tl.reshape(tl.join(low, high), (2, WARPS, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(each, (1, 0, 2, 4, 3, 5, 6)), (WARPS, 16, 32))
+
+
+@triton.jit
+def _by_row(values, WARPS: tl.constexpr):
+    """Return values [64 * WARPS], the same for four threads, for products [WARPS, 16, N]: [WARPS, 16, 1, 4, 2]."""
+    mine = tl.reshape(tl.permute(tl.reshape(values, (2, WARPS, 8, 4)), (1, 0, 2, 3)), (WARPS, 16, 4))
+    return tl.join(mine, mine)[:, :, None]
+
+
+@triton.jit
+def _of_half(values, thread, HALF: tl.constexpr):
+    """Return the values of two of four threads for all four, exactly."""
+    kept = tl.reshape(tl.where(thread // 2 == HALF, values, 0.0), (values.shape[0] // 4, 4))
+    own = (tl.sum(kept, 1) * 0.5)[:, None]
+    return tl.reshape(tl.broadcast_to(own, kept.shape), values.shape)
+
+
+@triton.jit
+def _scaled(products, scale, WARPS: tl.constexpr):
+    N: tl.constexpr = products.shape[2]
+    by_pair = tl.reshape(products, (WARPS, 16, N // 8, 4, 2)) * _by_row(scale, WARPS)
+    return tl.reshape(by_pair, (WARPS, 16, N))
+
+
+@triton.jit
+def _product(weight, table, row, octet, right, K: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """Return the products of 32 columns per warp with a right operand [WARPS, 32, N]: fp32 [WARPS, 16, N]."""
+    thread = tl.arange(0, 64 * WARPS) % 4
+    block, o = _blocks(weight, row, octet, K, KIND)
+    codes, scale, offset, offset_scale = octets(block, o, table, KIND)
+    low, high, low_signs, high_signs = codes
+    if has_halves(KIND):
+        total = tl.zeros((WARPS, 16, right.shape[2]), tl.float32)
+        for half in tl.static_range(2):
+            mine = thread // 2 == half
+            a, b = _pairs(tl.where(mine, low, 0), low_signs)
+            c, d = _pairs(tl.where(mine, high, 0), high_signs)
+            part = tl.dot(_operand(a, b, c, d, WARPS), right)
+            total += _scaled(part, _of_half(scale, thread, half), WARPS)
+    else:
+        a, b = _pairs(low, low_signs)
+        c, d = _pairs(high, high_signs)
+        total = _scaled(tl.dot(_operand(a, b, c, d, WARPS), right), scale, WARPS)
+        if has_offset(KIND):
+            two = offset | offset << 16
+            total -= _scaled(tl.dot(_operand(two, two, two, two, WARPS), right), offset_scale, WARPS)
+    return total
+
+
+@triton.jit
+def _inputs(x, offset, octet, WARPS: tl.constexpr):
+    """Return tokens as a right operand [WARPS, 32, N].
+
+    offset: int64 [4 * WARPS * N, 1], where tokens begin in x; octet: int32, the octets, of the same shape.
+    """
+    N: tl.constexpr = offset.shape[0] // (4 * WARPS)
+    values = tl.load(x + offset + octet * 8 + tl.arange(0, 8)[None])
+    values = (values.to(tl.float32) * _INPUT_FACTOR).to(tl.bfloat16)
+    each = tl.reshape(values, (N // 8, WARPS, 8, 4, 2, 2, 2))
+    # as `_pairs` has them: the first with the third column
+    return tl.reshape(tl.permute(each, (1, 4, 3, 6, 5, 0, 2)), (WARPS, 32, N))
+
+
+@triton.jit
+def operand_rows(WARPS: tl.constexpr):
+    """Return 0 to 15, the rows of `few_products`, as it takes them: [64 * WARPS]."""
+    number = tl.arange(0, 64 * WARPS)
+    return number // (32 * WARPS) * 8 + number // 4 % 8
+
+
+@triton.jit
+def operand_tokens(N: tl.constexpr, WARPS: tl.constexpr):
+    """Return 0 to N - 1, the tokens of `few_products`, as it takes them: [4 * WARPS * N, 1]."""
+    number = tl.arange(0, 4 * WARPS * N)[:, None]
+    return number // (32 * WARPS) * 8 + number // 4 % 8
+
+
+@triton.jit
+def few_products(
+    x,  # bf16
+    offset,  # int64, where each of `operand_tokens` begins in x
+    weights,  # tuple of matrices [.., K]: first units, tables and, as constants, types
+    tables,
+    row,  # int64, the row of all matrices for each of `operand_rows`
+    K: tl.constexpr,  # a multiple of 32 * WARPS * EACH
+    KINDS: tl.constexpr,
+    WARPS: tl.constexpr,
+    EACH: tl.constexpr,
+):
+    """Return the products of 16 rows of each matrix with N tokens: a tuple of fp32 [16, N].
+
+    A token's sums do not depend on the others. EACH: groups of 32 columns in a pass of the loop.
+    """
+    N: tl.constexpr = offset.shape[0] // (4 * WARPS)
+    GROUPS: tl.constexpr = K // 32 // WARPS
+    # each warp has columns of its own
+    number, given = tl.arange(0, 64 * WARPS), tl.arange(0, 4 * WARPS * N)[:, None]
+    first = number // 32 % WARPS * (4 * GROUPS) + number % 4
+    first_input = given // 32 % WARPS * (4 * GROUPS) + given % 4
+    sums = ()
+    for _ in tl.static_range(len(weights)):
+        sums += (tl.zeros((WARPS, 16, N), tl.float32),)
+    for start in tl.range(0, GROUPS, EACH, num_stages=1):
+        for i in tl.static_range(EACH):
+            right = _inputs(x, offset, first_input + (start + i) * 4, WARPS)
+            done = ()
+            for m in tl.static_range(len(weights)):
+                done += (
+                    sums[m] + _product(weights[m], tables[m], row, first + (start + i) * 4, right, K, KINDS[m], WARPS),
+                )
+            sums = done
+    results = ()
+    for m in tl.static_range(len(weights)):
+        results += (tl.sum(sums[m], 0) * _SUM_FACTOR,)
+    return results
+
+
+@triton.jit
+def many_products(
+    x,
+    place,  # int64 [COLUMNS] where each token's row begins in x
+    weight,
+    table,
+    row,  # int [R]
+    K: tl.constexpr,
+    KIND: tl.constexpr,
+    OCTETS: tl.constexpr,  # a divisor of K // 8
+):
+    """Return the products of rows of a matrix with tokens, fp32 [R, COLUMNS]."""
+    WIDTH: tl.constexpr = OCTETS * 8
+    total = tl.zeros((row.shape[0], place.shape[0]), tl.float32)
+    for start in tl.range(0, K // 8, OCTETS):
+        columns = tl.load(x + place[None] + (start * 8 + tl.arange(0, WIDTH)[:, None]))
+        octet = start + tl.arange(0, OCTETS)[None]
+        block, o = _blocks(weight, row[:, None], octet, K, KIND)
+        values = tl.reshape(octet_values(block, o, table, KIND), (row.shape[0], WIDTH))
+        if columns.dtype == tl.bfloat16:
+            high = values.to(tl.bfloat16)
+            low = (values - high.to(tl.float32)).to(tl.bfloat16)
+            total = tl.dot(low, columns, tl.dot(high, columns, total))
+        else:
+            total = tl.dot(values, columns, total, input_precision="ieee")
+    return total

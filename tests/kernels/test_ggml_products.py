@@ -1,0 +1,155 @@
+"""Triton's products with GGUF blocks: the values of every type to the bit, linears and experts against fp64."""
+
+import pytest
+import torch
+
+from dsv4cli.kernels import experts, gemm
+from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.experts import ExpertWeights
+from dsv4cli.kernels.ggml.types import DECODED, TYPES
+from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
+from tests.kernels.rounding import assert_rounded_once
+from tests.kernels.test_experts import assert_close, routes, slow_experts
+from tests.support.ggml_blocks import random_rows
+from tests.support.slow import slow, slow_rows
+
+pytestmark = pytest.mark.usefixtures("triton_backend")
+# types with different code: of a simple block, of a large one with minima, with a codebook
+HOT = ("Q8_0", "Q2_K", "IQ2_XXS")
+OTHERS = sorted(set(DECODED) - {*HOT, "BF16", "F32"})
+gpu = [pytest.param(*one, marks=pytest.mark.gpu) for one in [("IQ2_XXS", "Q2_K"), ("Q4_K", "Q6_K")]]
+
+
+def blocks(kind: str, *shape: int, seed: int = 1, scale: float | None = 0.02) -> BlockMatrix:
+    *stack, columns = shape
+    rows = random_rows(kind, torch.Size(stack).numel(), columns // TYPES[kind].values, seed, scale)
+    return BlockMatrix.of(torch.from_numpy(rows).view(*stack, -1).to(torch.get_default_device()), kind)
+
+
+@pytest.mark.parametrize("kind", [*HOT, *slow(*OTHERS)])
+def test_every_value_has_the_bits_of_the_type(kind):
+    # a row of x that picks a column: the products are the values
+    # the products of a row add up all its values, times 0: the largest of MXFP4 are infinite
+    matrix = blocks(kind, 16, 256, scale=None if TYPES[kind].halves else 0.02)
+    x = torch.eye(256)[torch.arange(16) * 17]
+    expected = matrix.values().T[torch.arange(16) * 17]
+    assert torch.equal(gemm.linear(x, matrix), expected)
+
+
+LINEARS = [(1, "Q8_0", 96), (1, "Q6_K", 256), (5, "Q2_K", 512), (17, "IQ2_XXS", 256)]
+MORE_LINEARS = [
+    (tokens, kind, columns)
+    for tokens in (0, 1, 5, 16, 17, 70)
+    for kind, columns in (("Q8_0", 288), ("Q2_K", 512), ("IQ2_XXS", 1024), ("Q6_K", 512), ("Q5_0", 96))
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
+@pytest.mark.parametrize(("tokens", "kind", "columns"), [*LINEARS, *slow_rows(*MORE_LINEARS)])
+def test_linear_rounds_once(tokens, kind, columns, dtype):
+    matrix = blocks(kind, 19, columns)
+    x = torch.randn(tokens, 2, columns).to(dtype)[:, 1]
+    values = matrix.values().double()
+    y = gemm.linear(x, matrix)
+    assert y.dtype == dtype
+    # fp32 sums, and for many tokens values of two bf16 numbers, each rounded to nearest
+    error = (2.0**-17 + columns * 2.0**-24) * (x.double().abs() @ values.abs().T)
+    assert_rounded_once(y, x.double() @ values.T, error)
+
+
+@pytest.mark.parametrize("tokens", [3, *slow(16)])
+def test_the_bits_of_a_row_do_not_depend_on_the_others(tokens):
+    matrix, x = blocks("IQ2_XXS", 8, 256), torch.randn(tokens, 256).bfloat16()
+    assert torch.equal(gemm.linear(x, matrix), torch.cat([gemm.linear(row[None], matrix) for row in x]))
+
+
+@pytest.mark.parametrize("tokens", [2, *slow(20)])
+def test_groups(tokens):
+    matrix, x = blocks("Q8_0", 3 * 20, 128), torch.randn(tokens, 3, 128).bfloat16()
+    y = gemm.grouped_linear(x, matrix)
+    each = [gemm.linear(x[:, g], BlockMatrix.of(matrix.weight[20 * g : 20 * g + 20], "Q8_0")) for g in range(3)]
+    assert torch.equal(y, torch.stack(each, 1))
+
+
+@pytest.mark.parametrize("tokens", [1, *slow(20)])
+def test_linears_of_several_types_and_formats(tokens):
+    plain = [blocks("Q8_0", 9, 64), StoredMatrix(torch.randn(5, 64).bfloat16()), blocks("Q4_0", 7, 64)]
+    plain.append(blocks("Q8_0", 17, 64, seed=2))
+    weight, norm = torch.randn(6, 64), torch.rand(64)
+    x = torch.randn(tokens, 64).bfloat16()
+    _, found, of_fp32 = gemm.linears(x, (), plain, [weight])
+    for y, matrix in zip(found, plain, strict=True):
+        # a kernel for several bf16 or fp32 linears may sum in another order
+        assert torch.equal(y, gemm.linear(x, matrix)) or matrix.block_type is None
+        torch.testing.assert_close(y, gemm.linear(x, matrix), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(of_fp32[0], gemm.linear_fp32(x, weight), rtol=1e-4, atol=1e-4)
+    _, normed = gemm.normed_linears(x, norm, 1e-6, (), plain)
+    expected = gemm.linears(gemm.rms_norm(x, norm, 1e-6), (), plain)[1]
+    assert all(map(torch.equal, normed, expected))
+
+
+def stacks(up: str, down: str, count: int, inner: int, hidden: int) -> ExpertWeights:
+    return ExpertWeights(
+        blocks(up, count, inner, hidden, seed=1), blocks(down, count, hidden, inner, seed=2),
+        blocks(up, count, inner, hidden, seed=3),
+    )  # fmt: skip
+
+
+def values_of(weights: ExpertWeights) -> ExpertWeights:
+    return ExpertWeights(*(StoredMatrix(matrix.values()) for matrix in weights.matrices), weights.rows)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "hidden", "inner"),
+    [("Q8_0", "Q4_0", 64, 32), *slow_rows(("IQ2_XXS", "Q2_K", 256, 256), ("Q4_K", "Q6_K", 256, 256))],
+)
+@pytest.mark.parametrize("tokens", [1, 4, 30, *slow(2, 8, 80, 400)])
+def test_experts(tokens, up, down, hidden, inner):
+    weights, chosen = stacks(up, down, 3, inner, hidden), routes(tokens, 3, 2)
+    x = torch.randn(tokens, hidden).bfloat16()
+    y = experts.routed_experts(x, weights, *chosen, 10.0, False)
+    assert_close(y, slow_experts(x, values_of(weights), *chosen, 10.0, False), False)
+
+
+@pytest.mark.parametrize(("up", "down"), gpu)
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64, 300])
+def test_experts_of_flash(tokens, up, down):
+    weights, chosen = stacks(up, down, 8, 2048, 4096), routes(tokens, 8, 6)
+    x = torch.randn(tokens, 4096).bfloat16()
+    y = experts.routed_experts(x, weights, *chosen, 10.0, False)
+    expected = experts.ref.routed_experts(x, values_of(weights), *chosen, 10.0, False)
+    assert_close(y, expected.double(), False)
+
+
+@pytest.mark.parametrize("tokens", [1, *slow(3, 20)])
+def test_a_mixture_adds_the_shared_expert_and_rows_may_move(tokens):
+    weights, (chosen, routing) = stacks("Q8_0", "Q4_0", 4, 32, 32), routes(tokens, 4, 2)
+    shared = ExpertWeights(*(matrix.row(0) for matrix in stacks("Q8_0", "Q8_0", 1, 32, 32).matrices))
+    x = torch.randn(tokens, 32).bfloat16()
+    y = experts.mixture(x, weights, shared, chosen, routing, 7.0, True, torch.float32)
+    routed = experts.routed_experts(x, weights, chosen, routing, 7.0, False)
+    assert torch.equal(y, routed + experts.shared_expert(x, shared, 7.0, True).float())
+    order = torch.tensor([2, 0, 3, 1])
+    moved = [BlockMatrix.of(matrix.weight[order], matrix.block_type) for matrix in weights.matrices]
+    elsewhere = ExpertWeights(*moved, order.argsort())
+    assert torch.equal(experts.routed_experts(x, elsewhere, chosen, routing, 7.0, False), routed)
+
+
+def test_rounded_inputs():
+    weights, chosen = stacks("Q8_0", "Q8_0", 1, 128, 128), routes(1, 1, 1)
+    x = torch.randn(1, 128).bfloat16()
+    y = experts.routed_experts(x, weights, *chosen, 10.0, True)
+    assert_close(y, slow_experts(x, values_of(weights), *chosen, 10.0, True), True)
+
+
+def test_what_no_kernel_decodes_is_refused():
+    matrix = blocks("Q8_0", 8, 64)
+    with pytest.raises(KernelUnsupported, match="contiguous"):
+        gemm.linear(torch.randn(1, 32).bfloat16(), BlockMatrix.of(matrix.weight[:, :34], "Q8_0"))
+    mixed = ExpertWeights(
+        blocks("Q8_0", 2, 32, 32),
+        StoredMatrix(torch.zeros(2, 32, 16).char(), torch.ones(2, 32, 1)),
+        blocks("Q8_0", 2, 32, 32),
+    )
+    with pytest.raises(KernelUnsupported, match="beside GGUF blocks"):
+        experts.routed_experts(torch.randn(1, 32).bfloat16(), mixed, *routes(1, 2, 1), 10.0, False)
