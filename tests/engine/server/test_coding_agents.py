@@ -82,7 +82,7 @@ def check(server, path, streams):
     assert answers
     assert len(streams) >= 1
     assert any(prompt.endswith(THINK_START) for prompt in server.engine.prompts)
-    assert not [line for line in server.lines if " 400" in line or " 500" in line]
+    assert not [line for line in server.lines if " 400, " in line or " 500, " in line]
 
 
 def test_claude_code(agent, streams):

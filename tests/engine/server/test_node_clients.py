@@ -33,7 +33,7 @@ PACKAGES = {
 def server():
     with scripted(says, accounts=Accounts([ApiKey("own", KEY.encode())])) as one:
         yield one
-    assert not [line for line in one.lines if " 400" in line or " 500" in line]
+    assert not [line for line in one.lines if " 400, " in line or " 500, " in line]
 
 
 @pytest.fixture(params=PACKAGES)

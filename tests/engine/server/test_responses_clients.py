@@ -50,7 +50,7 @@ def says(prompt):
 def server():
     with scripted(says, accounts=Accounts([ApiKey("own", KEY.encode())])) as one:
         yield one
-    assert not [line for line in one.lines if " 400" in line or " 500" in line]
+    assert not [line for line in one.lines if " 400, " in line or " 500, " in line]
 
 
 @pytest.fixture
