@@ -92,9 +92,9 @@ class Policy:
 
         name = job.source.name
         own = PurePath(name).name if os.path.isdir(name) else name  # the folder's name, not its path
-        usual = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
+        defaults = RequestDefaults(job.think, job.sampling, self.seed, job.limits, self.reasoning_fields)
         return ServeOptions(
-            job.dialogue, self.names or (own,), usual, self.guard, self.max_queue, self.grace,
+            job.dialogue, self.names or (own,), defaults, self.guard, self.max_queue, self.grace,
             log_prompts=self.log_prompts, store=self.store, root_path=self.root_path, hung_seconds=self.hung_seconds,
         )  # fmt: skip
 
@@ -138,19 +138,19 @@ class Running:
         """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if it fails."""
         from dsv4cli.engine.server.build import build_server
 
-        asked, server = build_server(
+        answering, server = build_server(
             engine, self._policy.offer(self.job), self._log, self._confess, lambda: self._begin(bound)
         )
         self._handle_signals(server)
         running = asyncio.create_task(server.serve([bound]))
-        ends: set[asyncio.Future[Any]] = {running, asked.failure}
+        ends: set[asyncio.Future[Any]] = {running, answering.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if asked.failure.done():
+        if answering.failure.done():
             server.stop()
             await asyncio.wait({running}, timeout=LAST_STEP_SECONDS)
-            raise asked.failure.result()
+            raise answering.failure.result()
         await running
-        if not asked.close(LAST_STEP_SECONDS):
+        if not answering.close(LAST_STEP_SECONDS):
             self._leave_now()
         return 128 + self._number
 

@@ -109,7 +109,7 @@ class AsyncEngine:
 
     Attributes:
         most: maximum number of requests that may be running or queued.
-        room: maximum number of tokens of a prompt and its answer that the KV cache holds, None if it has no limit.
+        max_request_tokens: maximum tokens of a prompt and its answer that the KV cache holds; None for no limit.
         hung_seconds: how long no step may end before the engine counts as hanging.
         failure: resolves to the exception that stopped the engine, if it fails.
     """
@@ -125,7 +125,7 @@ class AsyncEngine:
         """
         self._loop = asyncio.get_running_loop()
         self.most, self._metrics = most, metrics
-        self.room = engine.max_request_tokens
+        self.max_request_tokens = engine.max_request_tokens
         self.hung_seconds = HUNG_SECONDS
         self._calls: dict[Request, EngineCall] = {}
         self._last_step = perf_counter()  # the end of the last step, or when the engine got work after that

@@ -37,7 +37,7 @@ class ServeOptions:
 
     dialogue: Dialogue
     names: tuple[str, ...]
-    usual: RequestDefaults
+    defaults: RequestDefaults
     guard: Guard
     max_queue: int = 256
     grace: float = 30.0
@@ -68,7 +68,7 @@ def build_server(
         engine, MAX_SLOTS + options.max_queue, metrics, lambda: len(server.server_state.connections), log
     )
     service = Service(
-        options.dialogue, options.names, options.usual, answering, metrics, log, options.log_prompts,
+        options.dialogue, options.names, options.defaults, answering, metrics, log, options.log_prompts,
         ResponseStore() if options.store else None,
     )  # fmt: skip
     answering.hung_seconds = options.hung_seconds
@@ -77,8 +77,10 @@ def build_server(
     return answering, server
 
 
-def _description(service: Service, options: ServeOptions, room: int | None) -> tuple[dict[str, str], dict[str, int]]:
+def _description(
+    service: Service, options: ServeOptions, cache_tokens: int | None
+) -> tuple[dict[str, str], dict[str, int]]:
     """Return the labels of the metric `dsv4_info`, and the server's capacity."""
     info = {"version": __version__, "model": service.names[0], "release": service.dialogue.release}
     capacity = {"running_requests": MAX_SLOTS, "queued_requests": options.max_queue, "context_tokens": service.context}
-    return info, capacity | ({} if room is None else {"cache_tokens": room})
+    return info, capacity | ({} if cache_tokens is None else {"cache_tokens": cache_tokens})

@@ -24,11 +24,11 @@ from dsv4cli.version import __version__
 
 async def chat_completions(http: HttpRequest) -> Response:
     """POST /v1/chat/completions."""
-    service, asked = service_of(http), await read_body(http, read_chat)
-    requests = await asked.plan.requests(service)
+    service, request = service_of(http), await read_body(http, read_chat)
+    requests = await request.plan.requests(service)
     call = service.engine.call(requests, account_of(http))
-    reply = ChatReply(service, asked, call, choices_of(asked.plan, requests, service))
-    return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
+    reply = ChatReply(service, request, call, choices_of(request.plan, requests, service))
+    return await answered(http, call, reply, event_of_refusal, stream=request.stream)
 
 
 @dataclass
@@ -36,7 +36,7 @@ class ChatReply:
     """The response of one call to /v1/chat/completions."""
 
     service: Service
-    asked: ChatRequest
+    request: ChatRequest
     call: EngineCall
     choices: dict[Any, Choice]
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
@@ -44,7 +44,7 @@ class ChatReply:
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts of the prompt and of all answers, in OpenAI's shape."""
-        return usage_of((len(self.asked.plan.ids), self.choices.values()))
+        return usage_of((len(self.request.plan.ids), self.choices.values()))
 
     async def document(self) -> dict[str, Any]:
         """Wait for all answers, and return them as one document."""
@@ -67,13 +67,13 @@ class ChatReply:
             for choice, (deltas, taken) in pushed(updates, self.choices, self.call).items():
                 # one kind of delta per chunk: some clients read either reasoning or content of a chunk, not both
                 parts = [self._delta(choice, [*part]) for _, part in groupby(deltas, key=lambda delta: delta.kind)]
-                if not parts and taken and self.asked.logprobs:
+                if not parts and taken and self.request.logprobs:
                     parts = [{}]
                 for nth, part in enumerate(parts):
                     yield silence.ended_by(self._chunk(choice, part, None, taken if nth == 0 else []))
                 if choice.ended:
                     yield self._chunk(choice, {}, self._finish(choice), [])
-        if self.asked.include_usage:
+        if self.request.include_usage:
             yield event(self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()})
         yield DONE
 
@@ -96,7 +96,7 @@ class ChatReply:
         calls: dict[int, dict[str, Any]] = {}
         for one in deltas:
             if one.kind != "calls":
-                for name in ("content",) if one.kind == "content" else self.service.usual.reasoning_fields:
+                for name in ("content",) if one.kind == "content" else self.service.defaults.reasoning_fields:
                     delta[name] = delta.get(name, "") + one.text
                 continue
             call = calls.setdefault(one.index, {"index": one.index, "function": {"arguments": ""}})
@@ -104,7 +104,7 @@ class ChatReply:
                 call |= {"id": self._call_id(choice, one.index), "type": "function"}
                 call["function"]["name"] = one.name
             call["function"]["arguments"] += one.text
-        if calls and self.asked.old_calls:  # one call at most
+        if calls and self.request.old_calls:  # one call at most
             return delta | {"function_call": calls[0]["function"]}
         return delta | ({"tool_calls": list(calls.values())} if calls else {})
 
@@ -113,24 +113,24 @@ class ChatReply:
         message = choice.message
         shown: dict[str, Any] = {"role": "assistant", "content": message["content"]}
         if message["reasoning_content"]:
-            shown |= dict.fromkeys(self.service.usual.reasoning_fields, message["reasoning_content"])
+            shown |= dict.fromkeys(self.service.defaults.reasoning_fields, message["reasoning_content"])
         if message["tool_calls"]:
             calls = enumerate(message["tool_calls"])
             made = [{"id": self._call_id(choice, nth), **call} for nth, call in calls]
-            shown |= {"function_call": made[0]["function"]} if self.asked.old_calls else {"tool_calls": made}
+            shown |= {"function_call": made[0]["function"]} if self.request.old_calls else {"tool_calls": made}
             shown["content"] = message["content"] or None
         logprobs, finish = self._logprobs(taken), self._finish(choice)
         return {"index": choice.index, "message": shown, "logprobs": logprobs, "finish_reason": finish}
 
     def _finish(self, choice: Choice) -> str | None:
-        old = self.asked.old_calls and choice.finish == "tool_calls"
+        old = self.request.old_calls and choice.finish == "tool_calls"
         return "function_call" if old else choice.finish
 
     def _call_id(self, choice: Choice, nth: int) -> str:
         return f"call_{self.id.removeprefix('chatcmpl-')[:16]}_{choice.index}_{nth}"
 
     def _logprobs(self, taken: list[Token]) -> dict[str, Any] | None:
-        if not self.asked.logprobs:
+        if not self.request.logprobs:
             return None
         return {"content": [self._token(one.id, one.logprob) | {"top_logprobs": [self._token(*top) for top in one.top]}
                             for one in taken if one.finish != "stop"]}  # fmt: skip

@@ -52,7 +52,7 @@ def read_chat(body: dict[str, Any], service: Service) -> ChatRequest:
         Refusal: a field is invalid; the message names it.
     """
     fields = Fields(body)
-    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    effort = effort_of(fields, service.dialogue.release, service.defaults.think)
     shape = openai_shape(fields, openai_tools(fields))
     ids = prompt_ids(openai_messages(fields.value("messages")), shape, effort, service)
     logprobs, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MOST_LOGPROBS)

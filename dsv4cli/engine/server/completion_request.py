@@ -97,7 +97,7 @@ def read_completion(body: dict[str, Any], service: Service) -> CompletionRequest
     shape = AnswerFormat(form, ToolChoice("auto"), [], field)
     plans = [AnswerPlan(ids, sampling, limits, shape, count=count, ignore_eos=ignore_eos) for ids in prompts]
     for plan in plans:
-        service.room(plan.ids[:-1] if not most else plan.ids)
+        service.tokens_left(plan.ids[:-1] if not most else plan.ids)
     options = fields.mapping("stream_options")
     include_usage = options is not None and options.flag("include_usage")
     if fields.text("suffix"):

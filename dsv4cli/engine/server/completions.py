@@ -23,11 +23,11 @@ from dsv4cli.engine.server.streaming import Silence, answered
 
 async def completions(http: HttpRequest) -> Response:
     """POST /v1/completions."""
-    service, asked = service_of(http), await read_body(http, read_completion, MOST_CHOICES)
-    scoring, drawing = asked.scoring(), await asked.drawing(service)
+    service, request = service_of(http), await read_body(http, read_completion, MOST_CHOICES)
+    scoring, drawing = request.scoring(), await request.drawing(service)
     call = service.engine.call([*scoring, *(one for own in drawing for one in own)], account_of(http))
-    reply = CompletionReply(service, asked, call, scoring, drawing)
-    return await answered(http, call, reply, event_of_refusal, stream=asked.stream)
+    reply = CompletionReply(service, request, call, scoring, drawing)
+    return await answered(http, call, reply, event_of_refusal, stream=request.stream)
 
 
 @dataclass
@@ -40,7 +40,7 @@ class CompletionReply:
     """
 
     service: Service
-    asked: CompletionRequest
+    request: CompletionRequest
     call: EngineCall
     scoring: Sequence[Request]
     drawing: Sequence[Sequence[Request]]
@@ -51,7 +51,7 @@ class CompletionReply:
         tokenizer = self.service.dialogue.tokenizer
         self.choices: list[CompletionChoice] = []
         self._scored: dict[Request, list[CompletionChoice]] = {one: [] for one in self.scoring}
-        for nth, (plan, requests) in enumerate(zip(self.asked.plans, self.drawing, strict=True)):
+        for nth, (plan, requests) in enumerate(zip(self.request.plans, self.drawing, strict=True)):
             own: Sequence[Request | None] = requests or [None]
             for request in own:
                 choice = CompletionChoice(len(self.choices), plan, request, tokenizer)
@@ -64,7 +64,7 @@ class CompletionReply:
     def usage(self) -> dict[str, Any]:
         """Return the token counts of all prompts and continuations, in OpenAI's shape."""
         return usage_of(
-            *((len(plan.ids), [one for one in self.choices if one.plan is plan]) for plan in self.asked.plans)
+            *((len(plan.ids), [one for one in self.choices if one.plan is plan]) for plan in self.request.plans)
         )
 
     async def document(self) -> dict[str, Any]:
@@ -91,12 +91,12 @@ class CompletionReply:
         else:
             async for chunk in self._drawn_events():
                 yield chunk
-        if self.asked.include_usage:
+        if self.request.include_usage:
             yield event(self._head() | {"choices": [], "usage": self.usage()})
         yield DONE
 
     async def _drawn_events(self) -> AsyncGenerator[bytes, None]:
-        for choice in self.choices if self.asked.echo else ():
+        for choice in self.choices if self.request.echo else ():
             finish = choice.finish if choice.ended else None
             yield self._chunk(self._piece(choice, self._prompt(choice), [], finish))
         silence = Silence()
@@ -135,7 +135,7 @@ class CompletionReply:
 
     def _take_likeliest(self) -> None:
         """Add the token after each prompt, if scoring has already found it."""
-        if self.asked.follows and self.asked.one_greedy:
+        if self.request.follows and self.request.one_greedy:
             for choice in self.choices:
                 choice.ended = False
                 self._push(choice, [choice.likeliest(self.service.dialogue.config.eos_token_ids)])
@@ -151,9 +151,9 @@ class CompletionReply:
 
     def _choice(self, choice: CompletionChoice) -> dict[str, Any]:
         """Return a finished text as an entry of `choices`."""
-        prompt = self._prompt(choice) if self.asked.echo else ""
+        prompt = self._prompt(choice) if self.request.echo else ""
         return self._piece(choice, prompt + choice.text, self._taken[choice], choice.finish)
 
     def _piece(self, choice: CompletionChoice, text: str, taken: list[Token], finish: str | None) -> dict[str, Any]:
-        logprobs = None if self.asked.logprobs is None else choice.logprobs(self.asked.scored, taken)
+        logprobs = None if self.request.logprobs is None else choice.logprobs(self.request.scored, taken)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}

@@ -17,19 +17,19 @@ class Effort:
     Attributes:
         level: "off" or one of the release's efforts.
         budget: maximum number of thinking tokens, None for no limit.
-        asked: whether the client specified it.
+        specified: whether the client specified it.
     """
 
     level: str
     budget: int | None = None
-    asked: bool = False
+    specified: bool = False
 
 
-def effort_of(fields: Fields, release: Release, usual: str) -> Effort:
+def effort_of(fields: Fields, release: Release, default: str) -> Effort:
     """Return the thinking effort that a body requests.
 
     Args:
-        usual: the server's default level, used if the body does not specify one.
+        default: the server's default level, used if the body does not specify one.
 
     Raises:
         Refusal: a field is invalid.
@@ -44,15 +44,15 @@ def effort_of(fields: Fields, release: Release, usual: str) -> Effort:
     switch = next((one for one in switches if one is not None), None)
     budget = next((one for one in budgets if one is not None), None)
     if word is None and switch is None:
-        return Effort(usual, budget)
+        return Effort(default, budget)
     if switch is False or word == "none":
-        return Effort("off", asked=True)
-    return Effort(_level(word, release, usual), budget, asked=True)
+        return Effort("off", specified=True)
+    return Effort(_level(word, release, default), budget, specified=True)
 
 
-def _level(word: str | None, release: Release, usual: str) -> str:
+def _level(word: str | None, release: Release, default: str) -> str:
     if word is None:
-        return "high" if usual == "off" else usual
+        return "high" if default == "off" else default
     return level_of(word, release)
 
 
@@ -93,5 +93,5 @@ def _output(fields: Fields) -> _Words:
     """Read `output_config`, a field of Anthropic. It sets the effort, and does not turn thinking on by itself."""
     given = fields.mapping("output_config")
     effort = None if given is None else given.choice("effort", WORDS)
-    asked = fields.mapping("thinking")
-    return (effort if asked is not None else None), None, None
+    thinking = fields.mapping("thinking")
+    return (effort if thinking is not None else None), None, None

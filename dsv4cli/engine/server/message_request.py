@@ -44,13 +44,13 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
         Refusal: a field is invalid; the message names it.
     """
     fields = Fields(body)
-    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    effort = effort_of(fields, service.dialogue.release, service.defaults.think)
     shape = anthropic_shape(fields, _tools(fields))
     ids = _prompt(fields, shape, effort, service)
     most = fields.whole("max_tokens", 1)
     limits = limits_of(fields, service, most, fields.texts("stop_sequences", MOST_STOPS), 0)
     plan = AnswerPlan(ids, sampling_of(fields, service), limits, shape, effort.budget)
-    request = MessageRequest(plan, fields.flag("stream"), effort.asked)
+    request = MessageRequest(plan, fields.flag("stream"), effort.specified)
     refuse_unsupported(fields)
     fields.ignored(*IDLE)
     service.say_ignored(fields.unknown)
@@ -60,7 +60,7 @@ def read_message(body: dict[str, Any], service: Service) -> MessageRequest:
 def message_ids(body: dict[str, Any], service: Service) -> list[int]:
     """Return the token ids of a body whose prompt is only counted. Raises `Refusal` if a field is invalid."""
     fields = Fields(body)
-    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    effort = effort_of(fields, service.dialogue.release, service.defaults.think)
     return _prompt(fields, anthropic_shape(fields, _tools(fields)), effort, service)
 
 

@@ -26,12 +26,12 @@ STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_
 
 async def messages(http: HttpRequest) -> Response:
     """POST /v1/messages."""
-    service, asked = service_of(http), await read_body(http, read_message)
-    requests = await asked.plan.requests(service)
+    service, request = service_of(http), await read_body(http, read_message)
+    requests = await request.plan.requests(service)
     call = service.engine.call(requests, account_of(http))
-    [choice] = choices_of(asked.plan, requests, service).values()
-    reply = MessageReply(service, asked, call, choice)
-    return await answered(http, call, reply, _event_of_refusal, stream=asked.stream)
+    [choice] = choices_of(request.plan, requests, service).values()
+    reply = MessageReply(service, request, call, choice)
+    return await answered(http, call, reply, _event_of_refusal, stream=request.stream)
 
 
 async def count_tokens(http: HttpRequest) -> Response:
@@ -52,14 +52,14 @@ class MessageReply:
     """The response of one call to /v1/messages."""
 
     service: Service
-    asked: MessageRequest
+    request: MessageRequest
     call: EngineCall
     choice: Choice
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex}")
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts of the prompt and the answer in OpenAI's shape, for the log."""
-        return usage_of((len(self.asked.plan.ids), [self.choice]))
+        return usage_of((len(self.request.plan.ids), [self.choice]))
 
     async def document(self) -> dict[str, Any]:
         """Wait for the answer, and return it as one document."""
@@ -67,7 +67,7 @@ class MessageReply:
             pushed(await self.call.updates(), {self.choice.request: self.choice}, self.call)
         message = self.choice.message
         content: list[dict[str, Any]] = []
-        if self.asked.thinking and message["reasoning_content"]:
+        if self.request.thinking and message["reasoning_content"]:
             content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": SIGNATURE})
         if message["content"]:
             content.append({"type": "text", "text": message["content"]})
@@ -77,7 +77,7 @@ class MessageReply:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the answer's content blocks as server-sent events."""
-        usage = {"input_tokens": len(self.asked.plan.ids), "output_tokens": 0}
+        usage = {"input_tokens": len(self.request.plan.ids), "output_tokens": 0}
         head = self._head() | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=head)
         yield _event("ping")
@@ -88,7 +88,7 @@ class MessageReply:
                 yield silence.ended_by(_event("ping"))
             for deltas, _ in pushed(updates, {self.choice.request: self.choice}, self.call).values():
                 for delta in deltas:
-                    if delta.kind != "reasoning" or self.asked.thinking:
+                    if delta.kind != "reasoning" or self.request.thinking:
                         for event in blocks.take(delta):
                             yield silence.ended_by(event)
         for event in blocks.close():
@@ -114,7 +114,7 @@ class MessageReply:
     def _usage(self) -> dict[str, int]:
         cached = self.choice.cached
         return {
-            "input_tokens": len(self.asked.plan.ids) - cached,
+            "input_tokens": len(self.request.plan.ids) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": self.choice.sampled,

@@ -52,7 +52,7 @@ class AnswerPlan:
         Raises:
             Refusal: the prompt leaves no tokens for an answer, or the shape is invalid.
         """
-        limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.room(self.ids)))
+        limits = replace(self.limits, max_tokens=min(self.limits.max_tokens, service.tokens_left(self.ids)))
         constraints = [self._thinking(limits.max_tokens, service) for _ in range(self.count)]
         if self.shape.needs_grammar:
             # compiling can take long and must not block other answers
@@ -72,10 +72,10 @@ class AnswerPlan:
             for number, constraint in enumerate(constraints)
         ]
 
-    def _thinking(self, room: int, service: Service) -> Constraint | None:
-        return (
-            service.dialogue.thinking_limit(self.ids, room, self.budget) if service.dialogue.thinks(self.ids) else None
-        )
+    def _thinking(self, max_tokens: int, service: Service) -> Constraint | None:
+        if not service.dialogue.thinks(self.ids):
+            return None
+        return service.dialogue.thinking_limit(self.ids, max_tokens, self.budget)
 
     def _grammar(self, service: Service) -> Grammar:
         shape = self.shape
@@ -108,7 +108,7 @@ def sampling_of(fields: Fields, service: Service) -> Sampling:
         "frequency_penalty": fields.number("frequency_penalty", -MOST_PENALTY, MOST_PENALTY),
         "repetition_penalty": fields.number("repetition_penalty", LEAST_REPETITION, MOST_REPETITION),
     }
-    sampling = service.usual.sampling.chosen(temperature, top_p, service.seed(seed), more)
+    sampling = service.defaults.sampling.chosen(temperature, top_p, service.seed(seed), more)
     return replace(sampling, logit_bias=_biases(fields, service))
 
 
@@ -128,5 +128,5 @@ def _biases(fields: Fields, service: Service) -> tuple[tuple[int, float], ...]:
 
 def limits_of(fields: Fields, service: Service, most: int | None, stops: tuple[str, ...], logprobs: int) -> Limits:
     """Return the limits of an answer: token limit, stop texts and number of reported log-probabilities."""
-    usual = service.usual.limits
-    return replace(usual, max_tokens=most or usual.max_tokens, stops=usual.stops + stops, logprobs=logprobs)
+    defaults = service.defaults.limits
+    return replace(defaults, max_tokens=most or defaults.max_tokens, stops=defaults.stops + stops, logprobs=logprobs)

@@ -11,7 +11,7 @@ from dsv4cli.engine.server.chat_request import prompt_ids
 from dsv4cli.engine.server.efforts import Effort, effort_of
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.neutral_fields import refuse_unsupported
-from dsv4cli.engine.server.plan import AnswerPlan, limits_of, sampling_of
+from dsv4cli.engine.server.plan import MOST_STOPS, AnswerPlan, limits_of, sampling_of
 from dsv4cli.engine.server.refusals import Refusal, bad_field
 from dsv4cli.engine.server.response_input import InputReader, input_items
 from dsv4cli.engine.server.response_store import PREVIOUS, ResponseStore, StoredInput
@@ -83,7 +83,8 @@ def read_response(body: dict[str, Any], service: Service, owner: Account) -> Res
     """
     fields = Fields(body)
     talk = _conversation(fields, service, owner)
-    limits = limits_of(fields, service, fields.whole("max_output_tokens", 1), (), 0)
+    stops = fields.texts("stop", MOST_STOPS)  # not in OpenAI's Responses API
+    limits = limits_of(fields, service, fields.whole("max_output_tokens", 1), stops, 0)
     sampling = sampling_of(fields, service)
     refuse_unsupported(fields)
     ids = _ids(talk, fields, service, limits.max_tokens)
@@ -116,7 +117,7 @@ def read_response(body: dict[str, Any], service: Service, owner: Account) -> Res
 def response_ids(body: dict[str, Any], service: Service, owner: Account) -> list[int]:
     """Return the token ids of a body whose prompt is only counted. Raises `Refusal` if a field is invalid."""
     fields = Fields(body)
-    return _ids(_conversation(fields, service, owner), fields, service, service.usual.limits.max_tokens)
+    return _ids(_conversation(fields, service, owner), fields, service, service.defaults.limits.max_tokens)
 
 
 def _conversation(fields: Fields, service: Service, owner: Account) -> _Conversation:
@@ -144,7 +145,7 @@ def _conversation(fields: Fields, service: Service, owner: Account) -> _Conversa
         "tool_choice": shown_choice,
         "tools": tools.shown,
     }
-    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    effort = effort_of(fields, service.dialogue.release, service.defaults.think)
     messages = _messages(shown["instructions"], earlier, own, service)
     return _Conversation(own, tools, messages, shape, effort, shown)
 

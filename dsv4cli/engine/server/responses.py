@@ -39,15 +39,15 @@ async def _read(http: HttpRequest, read: Callable[[dict[str, Any], Service, Acco
 
 async def create_response(http: HttpRequest) -> Response:
     """POST /v1/responses."""
-    service, asked = service_of(http), await _read(http, read_response)
-    requests = await asked.plan.requests(service)
+    service, request = service_of(http), await _read(http, read_response)
+    requests = await request.plan.requests(service)
     call = service.engine.call(requests, account_of(http))
-    [choice] = choices_of(asked.plan, requests, service).values()
-    reply = ResponseReply(service, asked, call, choice, account_of(http))
-    if asked.background:
+    [choice] = choices_of(request.plan, requests, service).values()
+    reply = ResponseReply(service, request, call, choice, account_of(http))
+    if request.background:
         assert service.responses is not None
         return json_response(_start(reply, service.responses))
-    return await answered(http, call, reply, reply.failed, stream=asked.stream)
+    return await answered(http, call, reply, reply.failed, stream=request.stream)
 
 
 async def count_input(http: HttpRequest) -> Response:
@@ -59,7 +59,7 @@ async def count_input(http: HttpRequest) -> Response:
 def _start(reply: "ResponseReply", store: ResponseStore) -> dict[str, Any]:
     """Begin an answer in the background, and return the response as it is now."""
     document = reply.head("in_progress")
-    store.put(document, reply.asked.inputs, reply.owner)
+    store.put(document, reply.request.inputs, reply.owner)
     task = asyncio.create_task(_finish(reply, store))
     store.tasks[reply.id] = task
     return document
@@ -93,7 +93,7 @@ class ResponseReply:
     """The response of one call to /v1/responses."""
 
     service: Service
-    asked: ResponseRequest
+    request: ResponseRequest
     call: EngineCall
     choice: Choice
     owner: Account
@@ -101,13 +101,13 @@ class ResponseReply:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        seal = self.service.seal if self.asked.sealed else None
-        self._output = ResponseOutput(self.asked.tools.offered, summarized=self.asked.summarized, seal=seal)
+        seal = self.service.seal if self.request.sealed else None
+        self._output = ResponseOutput(self.request.tools.offered, summarized=self.request.summarized, seal=seal)
         self._number = 0
 
     def usage(self) -> dict[str, Any]:
         """Return the token counts of the prompt and the answer in the shape of the chat API, for the log."""
-        return usage_of((len(self.asked.plan.ids), [self.choice]))
+        return usage_of((len(self.request.plan.ids), [self.choice]))
 
     async def document(self) -> dict[str, Any]:
         """Wait for the answer, and return the response as one document."""
@@ -147,7 +147,7 @@ class ResponseReply:
             "model": self.service.names[0],
             "output": [*self._output.items],
             **EMPTY,
-            **self.asked.shown,
+            **self.request.shown,
         }
 
     def _complete(self) -> dict[str, Any]:
@@ -158,9 +158,9 @@ class ResponseReply:
             "completed_at": None if cut else int(time.time()),
             "usage": self._usage(),
         }
-        if self.asked.stored and self.service.responses is not None:
+        if self.request.stored and self.service.responses is not None:
             store = self.service.responses
-            store.replace(document) if self.asked.background else store.put(document, self.asked.inputs, self.owner)
+            store.replace(document) if self.request.background else store.put(document, self.request.inputs, self.owner)
         return document
 
     @property
@@ -181,7 +181,7 @@ class ResponseReply:
         return f"event: {event['type']}\ndata: ".encode() + to_bytes(numbered) + b"\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        read, sampled = len(self.asked.plan.ids), self.choice.sampled
+        read, sampled = len(self.request.plan.ids), self.choice.sampled
         return {
             "input_tokens": read,
             "input_tokens_details": {"cached_tokens": self.choice.cached, "cache_write_tokens": 0},

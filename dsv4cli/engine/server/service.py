@@ -60,7 +60,7 @@ class Service:
 
     dialogue: Dialogue
     names: tuple[str, ...]
-    usual: RequestDefaults
+    defaults: RequestDefaults
     engine: AsyncEngine
     metrics: Metrics
     log: Callable[[str], None]
@@ -73,8 +73,8 @@ class Service:
     @property
     def context(self) -> int:
         """The context length in tokens, including the answer: the model's, or the KV cache's if that is smaller."""
-        context = context_of(self.dialogue.config, self.usual.limits)
-        return context if self.engine.room is None else min(context, self.engine.room)
+        context = context_of(self.dialogue.config, self.defaults.limits)
+        return context if self.engine.max_request_tokens is None else min(context, self.engine.max_request_tokens)
 
     def dialogue_of(self, effort: Effort) -> Dialogue:
         """Return the prompt format for a client's thinking effort."""
@@ -94,7 +94,7 @@ class Service:
         """Upper bound for the size of a prompt's text in bytes."""
         return self.context * self.dialogue.tokenizer.longest
 
-    def room(self, ids: list[int]) -> int:
+    def tokens_left(self, ids: list[int]) -> int:
         """Return how many tokens a prompt leaves for the answer. Raises `Refusal` if it leaves none."""
         if len(ids) >= self.context:
             raise PromptTooLong(len(ids), self.context)
@@ -122,7 +122,7 @@ class Service:
     def seed(self, given: int | None) -> int:
         """Return the seed of a request. One outside the valid range wraps around."""
         if given is None:
-            given = randbelow(MAX_SEED + 1) if self.usual.seed is None else self.usual.seed
+            given = randbelow(MAX_SEED + 1) if self.defaults.seed is None else self.defaults.seed
         return given % (MAX_SEED + 1)
 
     @cached_property

@@ -25,7 +25,7 @@ async def tokenize(http: HttpRequest) -> Response:
 def _tokenized(body: dict[str, Any], service: Service) -> dict[str, Any]:
     fields, tokenizer = Fields(body), service.dialogue.tokenizer
     prompt, strings = fields.text("prompt"), fields.flag("return_token_strs")
-    effort = effort_of(fields, service.dialogue.release, service.usual.think)
+    effort = effort_of(fields, service.dialogue.release, service.defaults.think)
     if prompt is None:
         ids = conversation_ids(fields, effort, service)
     else:

@@ -67,8 +67,8 @@ def ready_engine(
     context = context_of(model.config, limits)
     own, host = _memory(share, torch.device(device))
     capacity = Capacity(MAX_SLOTS, min(FEWEST_TOKENS, context), cache_memory=own, host_memory=host)
-    usual = GPU_STEP_MS if torch.device(device).type == "cuda" else CPU_STEP_MS
-    step_ms = usual if share.step_ms is None else share.step_ms
+    default_ms = GPU_STEP_MS if torch.device(device).type == "cuda" else CPU_STEP_MS
+    step_ms = default_ms if share.step_ms is None else share.step_ms
     engine = Engine(model, capacity, device, followers, drafting, step_ms or None)
     engine.report_preparing(on_preparing)
     prompt = list(range(min(PROMPT, context - 1)))

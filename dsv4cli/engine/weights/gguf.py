@@ -1,6 +1,8 @@
 """Fill a model's parameters from GGUF files: blocks are read as they are, all other tensors are decoded."""
 
-from collections.abc import Generator, Iterable
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from math import prod
 
@@ -15,6 +17,7 @@ from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
 from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.parallel.world import World
+from dsv4cli.engine.system.threads import as_done
 from dsv4cli.engine.weights.fill import (
     TORCH_DTYPES,
     Arrived,
@@ -26,6 +29,9 @@ from dsv4cli.engine.weights.fill import (
 )
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+
+# threads that decode; each holds 1 MiB of rows and their values
+DECODERS = 8
 
 
 def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: World) -> Supply:
@@ -51,29 +57,38 @@ def _fill(
     yield from as_bytes(destinations)
     model = GgufStoredModel(identity)
     with model:
-        for spec in decoded:
-            yield from _decode(model, spec, world, destinations[spec.name])
+        jobs = [job for spec in decoded for job in _jobs(model, spec, world, destinations[spec.name])]
+        with closing(as_done(jobs, DECODERS, threading.Event())) as arrived:
+            yield from arrived
 
 
-def _decode(
+def _jobs(
     model: GgufStoredModel, spec: TensorSpec, world: World, destination: torch.Tensor
-) -> Generator[Arrived, None, None]:
-    """Decode the rows of one tensor that this rank holds, a few at a time, and copy them."""
+) -> Iterator[Callable[[], Arrived]]:
+    """Yield the jobs that read one tensor, a few rows each."""
     if spec.dtype in BLOCK_DTYPES:
         assert spec.shard is None, spec.name
-        blocks = torch.from_numpy(model.read_blocks(spec))
-        destination.copy_(blocks)
-        yield spec.name, blocks.nbytes
+        yield partial(_copy_blocks, model, spec, destination)
         return
     own = local_slice(spec, world)
     start, stop, _ = own[0].indices(spec.shape[0])
     for rows in row_chunks(stop - start, prod(spec.shape[1:])):
-        raw = model.read(spec, slice(start + rows.start, start + rows.stop))[(slice(None), *own[1:])]
-        bits = np.ascontiguousarray(raw)
-        tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(
-            TORCH_DTYPES[spec.dtype]
-        )
-        if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
-            raise damaged_scale(spec)
-        destination[rows].copy_(tensor)
-        yield spec.name, tensor.nbytes
+        held = (slice(start + rows.start, start + rows.stop), *own[1:])
+        yield partial(_decode, model, spec, held, destination[rows])
+
+
+def _copy_blocks(model: GgufStoredModel, spec: TensorSpec, destination: torch.Tensor) -> Arrived:
+    blocks = torch.from_numpy(model.read_blocks(spec))
+    destination.copy_(blocks)
+    return spec.name, blocks.nbytes
+
+
+def _decode(model: GgufStoredModel, spec: TensorSpec, held: tuple[slice, ...], destination: torch.Tensor) -> Arrived:
+    """Decode rows of one tensor, and copy the part of them that this rank holds."""
+    raw = model.read(spec, held[0])[(slice(None), *held[1:])]
+    bits = np.ascontiguousarray(raw)
+    tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(TORCH_DTYPES[spec.dtype])
+    if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
+        raise damaged_scale(spec)
+    destination.copy_(tensor)
+    return spec.name, tensor.nbytes

@@ -4,6 +4,9 @@ import os
 import re
 import shlex
 import signal
+import socket
+import subprocess
+import sys
 from threading import Thread
 
 import pytest
@@ -224,6 +227,7 @@ def test_sigterm_ends_the_engine(program, tmp_path):
     done = serve(program, "--engine-python", python, "--port", "9")
     sender.join()
     assert (done.code, done.out) == (143, "")
+    assert "running answers have 30 s to finish" in done.err
     assert gone(int(pid.read_text("utf-8")))
 
 
@@ -251,3 +255,26 @@ def test_an_engine_does_not_outlive_a_killed_command(tmp_path):
     run.send(signal.SIGKILL)
     assert run.ended()[0] == -signal.SIGKILL
     assert gone(int(pid.read_text("utf-8")))
+
+
+@pytest.mark.slow
+def test_the_whole_way_with_dsv4_in_place_of_the_engine(tmp_path):
+    """It is started, awaited, verified and ended, and answers in between."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    python = stand_in(tmp_path, f"exec '{sys.executable}' -m dsv4cli serve nano --port {port}")
+    words = ["serve", "nano", "--engine", "sglang", "--gpus", "1xH100", "--port", port, "--engine-python", python]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "dsv4cli", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=file, text=True
+        )
+    right = re.compile(r"nano on http://\S+ is right: \d+ checks passed")
+    assert comes(lambda: right.search(log.read_text("utf-8")), 1200), log.read_text("utf-8")
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=120)
+    assert (run.returncode, out) == (143, f"http://127.0.0.1:{port}\n")
+    assert "warning" not in log.read_text("utf-8")
+    with socket.socket() as gone_server, pytest.raises(ConnectionRefusedError):
+        gone_server.connect(("127.0.0.1", int(port)))

@@ -248,11 +248,11 @@ def test_a_fault_of_ours_is_a_500_that_does_not_tell_it(nano, monkeypatch):
 
 
 def test_a_prompt_fits_the_cache_as_well_as_the_context(nano):
-    service, room = nano.server.config.app.service, SimpleNamespace(room=100)
-    assert replace(service, engine=room).context == 100
-    assert replace(service, engine=SimpleNamespace(room=None)).context == 8192
+    service, small = nano.server.config.app.service, SimpleNamespace(max_request_tokens=100)
+    assert replace(service, engine=small).context == 100
+    assert replace(service, engine=SimpleNamespace(max_request_tokens=None)).context == 8192
     with pytest.raises(Refusal, match=r"maximum context length is 100 tokens\. However, .* resulted in 100 tokens"):
-        replace(service, engine=room).room([1] * 100)
+        replace(service, engine=small).tokens_left([1] * 100)
 
 
 def test_the_log_has_prompts_where_that_was_asked_for_and_so_many_names_of_fields(nano):
@@ -329,7 +329,7 @@ def test_who_is_sent_nothing_of_what_comes_is_told_that_it_waits(nano, monkeypat
         return found
 
     app = nano.server.config.app
-    monkeypatch.setattr(app, "service", replace(app.service, usual=replace(app.service.usual, think="high")))
+    monkeypatch.setattr(app, "service", replace(app.service, defaults=replace(app.service.defaults, think="high")))
     monkeypatch.setattr(async_engine.EngineCall, "updates", some)
     monkeypatch.setattr(async_engine, "IDLE_SECONDS", 0.001)
     sent = nano.send("POST", path, asking("What is 17 + 25?", max_tokens=8, stream=True) | fields).read()

@@ -413,14 +413,14 @@ def test_what_leaves_no_choice_is_greedy(nano, fields):
 
 def test_stops_of_the_server_hold_beside_those_of_a_request(nano):
     service = nano.server.config.app.service
-    usual = replace(service.usual, limits=Limits(stops=("a",)))
-    assert limits_of(Fields({}), replace(service, usual=usual), None, ("b",), 0).stops == ("a", "b")
+    usual = replace(service.defaults, limits=Limits(stops=("a",)))
+    assert limits_of(Fields({}), replace(service, defaults=usual), None, ("b",), 0).stops == ("a", "b")
 
 
 def test_a_request_without_a_seed_has_the_servers_or_one_of_its_own(nano):
     service = nano.server.config.app.service
     assert len({service.seed(None) for _ in range(4)}) > 1
-    assert replace(service, usual=replace(service.usual, seed=7)).seed(None) == 7
+    assert replace(service, defaults=replace(service.defaults, seed=7)).seed(None) == 7
 
 
 @pytest.mark.parametrize("seed", [-1, 1.0, 2**32, 2**70])

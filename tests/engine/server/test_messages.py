@@ -62,8 +62,8 @@ def test_thinking_is_a_block_of_its_own_where_it_was_asked_for(nano):
 
 def test_thinking_that_the_server_wants_is_not_shown_to_who_has_not_asked(nano, monkeypatch):
     app = nano.server.config.app
-    usual = replace(app.service.usual, think="high")
-    monkeypatch.setattr(app, "service", replace(app.service, usual=usual))
+    usual = replace(app.service.defaults, think="high")
+    monkeypatch.setattr(app, "service", replace(app.service, defaults=usual))
     document = answered(nano, SUM)
     assert document["content"] == [{"type": "text", "text": ANSWER}]
     assert document["usage"]["output_tokens"] > 12

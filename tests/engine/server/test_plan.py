@@ -18,7 +18,7 @@ class Extended(Sampling):
 def test_the_servers_defaults_apply_to_every_field_that_a_body_does_not_set():
     usual = Extended(temperature=0.7, top_p=0.9, extra=5)
     service = SimpleNamespace(
-        usual=SimpleNamespace(sampling=usual),
+        defaults=SimpleNamespace(sampling=usual),
         seed=lambda given: 3 if given is None else given,
         dialogue=SimpleNamespace(config=SimpleNamespace(vocab_size=10)),
     )
@@ -28,7 +28,7 @@ def test_the_servers_defaults_apply_to_every_field_that_a_body_does_not_set():
     more = {"top_k": 5, "min_p": 0.1, "presence_penalty": 1, "frequency_penalty": -2, "repetition_penalty": 1.5}
     assert sampling_of(Fields(more), service) == replace(usual, seed=3, **more)
     usual = replace(usual, top_k=9)
-    service.usual.sampling = usual
+    service.defaults.sampling = usual
     assert sampling_of(Fields({"top_k": -1}), service) == replace(usual, top_k=0, seed=3)
     biased = sampling_of(Fields({"logit_bias": {"4": -1.5}}), service)
     assert biased == replace(usual, seed=3, logit_bias=((4, -1.5),))

@@ -292,6 +292,12 @@ def test_a_tool_in_a_namespace_is_called_by_both_names(says):
     assert block(("crm__find", {"city": "a"}), ("crm__query", {"input": "b"})) in server.engine.prompts[-1]
 
 
+def test_a_stop_text_ends_the_output(says):
+    server = says("One. Two. Three.")
+    for document in (answered(server, "a", stop="Two"), checked_response(streamed(server, "a", stop=["x", "Two"]))):
+        assert (document["output"][0]["content"][0]["text"], document["status"]) == ("One. ", "completed")
+
+
 def test_builtin_tools_are_left_out_with_one_line(says):
     server = says("Yes.")
     del server.lines[:]
@@ -396,6 +402,7 @@ def test_items_of_other_servers_are_left_out_with_a_line(says):
         ({"text": {"verbosity": "loud"}}, "text.verbosity: expected one of low, medium, high"),
         ({"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is not supported"),
         ({"include": [1]}, "include: expected a list of strings"),
+        ({"stop": [1]}, "stop: expected a string or a list of up to 16 strings"),
         ({"max_output_tokens": 0}, "max_output_tokens: expected a whole number of 1 or more"),
         ({"temperature": -1}, "temperature: expected a number"),
         ({"metadata": {"a": 1}}, "metadata.a: expected a string"),

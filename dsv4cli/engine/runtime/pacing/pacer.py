@@ -77,8 +77,7 @@ class Pacer:
         step = self._best(
             [step for riding in (False, True) for step in self._steps(waiting, decoding, riding)], len(decoding)
         )
-        for request in waiting:
-            self._passes[request] = self._passes.get(request, 0) + 1
+        self._pass_over(waiting)
         riding = [request.number for request in decoding] if step.riding else []
         most = max(min(step.rows // ROWS_PER_SEQUENCE, self._sequences) - len(riding), 1)
         return StepChoice(tuple(request.number for request in waiting[:most]), step.rows, tuple(riding))
@@ -174,7 +173,13 @@ class Pacer:
             count = max(fitting, default=1)
         if len(left) <= count:
             return None
+        self._pass_over(waiting)
         return StepChoice(tuple(request.number for request in waiting[:count]), rows_needed(left[:count]))
+
+    def _pass_over(self, waiting: Sequence[Request]) -> None:
+        """Count a step that not all of these prompts take part in. `note` resets the count of those that do."""
+        for request in waiting:
+            self._passes[request] = self._passes.get(request, 0) + 1
 
     def _ordered(self, waiting: Sequence[Request]) -> list[Request]:
         """Return prompts that were passed over too often, then the others, shortest remaining prompt first."""

@@ -317,6 +317,15 @@ def test_the_shortest_prompt_goes_first_and_none_starves(monkeypatch):
     assert 1 < min(between) <= max(between) <= POLICY.max_passes + 1
 
 
+def test_no_prompt_starves_while_none_decodes(monkeypatch):
+    """Answers of one token end with their prefill, so requests may arrive for hours without one that decodes."""
+    machine, one = Machine(monkeypatch, affine(0.001, 1 / 5_000)), Pacer(POLICY, shared_rows=64)
+    long = request(1, 1000, chunk=64)
+    for number in range(2, 100, 2):
+        machine.step(one, [long, request(number, 30), request(number + 1, 20)])
+    assert long.done // 64 == 49 // (POLICY.max_passes + 1)
+
+
 def test_a_step_that_captures_a_graph_teaches_nothing(monkeypatch):
     machine, one = Machine(monkeypatch, flat(TWO)), Pacer(POLICY, timed(flat(TWO)), SEPARATE)
     active = [request(0, 100, decodes=True), request(1, 100_000)]
