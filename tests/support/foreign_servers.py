@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
-from tests.support.wide_nano import make_wide_nano
 
 from tests.support.conversions import convert
+from tests.support.wide_nano import make_wide_nano
 
 # seconds; a process that imports PyTorch on a busy machine
 START = 600
