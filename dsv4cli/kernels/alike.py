@@ -5,7 +5,7 @@ rows and for many rows, and for the values that do not fill a whole vector. Here
 products of one fixed shape, and every value is part of a whole vector.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,22 +20,34 @@ VECTORS = 32
 
 def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return x @ weight.T: fp32 [T, K], fp32 [N, K] -> fp32 [T, N]."""
-    return next(products(x, [weight]))
+    count = x.shape[0]
+    if not 0 < count <= TILE:
+        return next(products(x, [weight]))
+    y = F.linear(filled(x), weight)
+    return y if count == TILE else y[:count]
 
 
 def products(x: torch.Tensor, weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield x @ weight.T for each weight, in order: fp32 [T, K], fp32 [N, K] each -> fp32 [T, N] each."""
     count = x.shape[0]
     alone = count <= TILE or count > ROWS_ALIKE
-    tiles = [x if count > ROWS_ALIKE else _filled(tile) for tile in ([x] if alone else x.split(TILE))]
+    tiles = [x if count > ROWS_ALIKE else filled(tile) for tile in ([x] if alone else x.split(TILE))]
     for weight in weights:
         parts = [F.linear(tile, weight) for tile in tiles]
         del weight  # it may be a dequantized copy, and the next one is made before the loop lets go of this one
         yield (parts[0] if alone else torch.cat(parts))[:count]
 
 
-def _filled(x: torch.Tensor) -> torch.Tensor:
-    """Repeat up to TILE rows until there are exactly TILE. An empty x stays empty."""
+def grouped_product(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return one product per group: fp32 [T, G, K], G times fp32 [N, K] -> fp32 [T, G, N]."""
+    count = x.shape[0]
+    if not 0 < count <= TILE:
+        return torch.stack([product(*pair) for pair in zip(x.unbind(1), weights, strict=True)], 1)
+    return torch.stack([F.linear(*pair) for pair in zip(filled(x).unbind(1), weights, strict=True)], 1)[:count]
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    """Return up to TILE rows, repeated until there are exactly TILE. An empty x stays empty."""
     count = x.shape[0]
     if count in (0, TILE):
         return x

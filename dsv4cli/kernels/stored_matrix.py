@@ -38,6 +38,8 @@ class StoredMatrix(NamedTuple):
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values [..., N, K]. scale_2 is not applied."""
+        if self.weight.dtype == torch.float32:
+            return self.weight
         return block_scale.dequantise(self.weight, self.scale)
 
 

@@ -3,23 +3,16 @@
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from dsv4cli.kernels.block_scale import ref as block_scale
+from dsv4cli.kernels.experts import one_tile
+from dsv4cli.kernels.experts.activation import gated
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
-    """Return silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32. limit 0 clamps nothing."""
-    gate, up = gate.float(), up.float()
-    if limit > 0:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return F.silu(gate) * up
 
 
 def routed_experts(
@@ -99,6 +92,8 @@ def mixture(
     # rounded once for the routed experts and the shared one
     rounded = _rounded(x, round_inputs, weights.w1, shared.w1, shared.w3)
     round_routed = round_inputs and weights.w1.scale is not None
+    if one_tile.suits(x, experts, weights, shared):
+        return one_tile.mixture(rounded if round_routed else x, weights, shared, experts, routing, limit, round_routed, dtype)
     routed = _routed(rounded if round_routed else x, weights, experts, routing, limit, round_routed)
     return (routed + _shared(x, rounded, shared, limit, round_inputs).float()).to(dtype)
 

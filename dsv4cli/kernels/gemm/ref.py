@@ -12,12 +12,18 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    y = linear_fp32(x, matrix.values())
-    return (y if matrix.scale_2 is None else y * matrix.scale_2).type_as(x)
+    return _linear(x.float(), matrix, x.dtype)
+
+
+def _linear(inputs: torch.Tensor, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return the product of inputs, fp32 [T, K], rounded once to dtype."""
+    y = alike.product(inputs, matrix.values())
+    return (y if matrix.scale_2 is None else y * matrix.scale_2).to(dtype)
 
 
 def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    return linear(block_scale.fp8_round(x, FP8_BLOCK), matrix)
+    # rounded values are exact in x's dtype
+    return _linear(block_scale.fp8_round(x.float(), FP8_BLOCK), matrix, x.dtype)
 
 
 def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -25,9 +31,7 @@ def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    groups = x.float().unbind(1)
-    matrices = matrix.values().unflatten(0, (len(groups), -1)).unbind()
-    return torch.stack([alike.product(*one) for one in zip(groups, matrices, strict=True)], 1).type_as(x)
+    return alike.grouped_product(x.float(), matrix.values().chunk(x.shape[1])).to(x.dtype)
 
 
 def linears(

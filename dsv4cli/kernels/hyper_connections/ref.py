@@ -1,24 +1,29 @@
 """Hyper-connections in plain PyTorch."""
 
+from functools import cache
+
 import torch
 
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.gemm import ref as gemm
+from dsv4cli.kernels.hyper_connections import cpu_sinkhorn
 from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.norm import ref as norm
+from dsv4cli.kernels.scalars import scalar
 
 
 def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
     """Return fn @ streams, scaled by their inverse RMS after the product: fp32 [T, rows of fn]."""
     flat = streams.float().flatten(1)
-    return gemm.linear_fp32(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    return gemm.linear_fp32(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + scalar(norm_eps))
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Normalize rows, then columns, `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
-    # a tensor, because PyTorch converts a Python number at each sum, which takes as long as the sum
-    small = torch.tensor(eps, device="cpu")
+    small = scalar(eps)
     comb = logits.softmax(-1) + small
+    if cpu_sinkhorn.suits(comb):
+        return cpu_sinkhorn.iterate(comb, iterations, eps)
     comb = comb / comb.sum(-2, keepdim=True).add_(small)
     for _ in range(iterations - 1):
         comb = comb / comb.sum(-1, keepdim=True).add_(small)
@@ -27,24 +32,30 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 
 def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    scale, eps = connection.scale, connection.hc_eps
-    count = streams.shape[1]
-    pre, post, comb = project(streams, connection.fn, connection.norm_eps).split((count, count, count * count), -1)
-    pre_base, post_base, comb_base = connection.base.split((count, count, count * count))
-    # two sigmoids, as in the official code: a value's rounding depends on which values share a vector with it
-    pre = alike.each(torch.sigmoid, pre * scale[0] + pre_base)
-    post = alike.each(torch.sigmoid, post * scale[1] + post_base)
-    comb = sinkhorn((comb * scale[2] + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)
-    return collapse(streams, pre + eps), 2 * post, comb
+    values, count, eps = streams.float(), streams.shape[1], connection.hc_eps
+    scale = connection.scale.index_select(0, _parts(count, streams.device))
+    mix = project(values, connection.fn, connection.norm_eps) * scale + connection.base
+    logits, comb = mix.split((2 * count, count * count), -1)
+    pre, post = alike.each(torch.sigmoid, logits).split(count, -1)
+    comb = sinkhorn(comb.unflatten(-1, (count, count)), connection.iterations, eps)
+    return collapse(values, pre + scalar(eps)).to(streams.dtype), post * scalar(2.0), comb
+
+
+@cache
+def _parts(count: int, device: torch.device) -> torch.Tensor:
+    """Return 0 for each value of pre, 1 for each of post and 2 for each of comb: int64 [(2 + N) * N]."""
+    with torch.inference_mode(False):  # else no gradient could be recorded with it
+        return torch.tensor([0] * count + [1] * count + [2] * count * count, device=device)
 
 
 def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (weights[..., None] * streams.float()).sum(1).to(streams.dtype)
+    """Return the weighted sum of streams, fp32 [T, N, D]: fp32 [T, D]."""
+    return (weights.unsqueeze(-1) * streams).sum(1)
 
 
 def connect_post(x: torch.Tensor, streams: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
-    mixed = (comb[..., None] * streams.float()[:, :, None]).sum(1)  # [T, target, D]
-    return (post[..., None] * x.float()[:, None] + mixed).to(streams.dtype)
+    mixed = (comb.unsqueeze(-1) * streams.float().unsqueeze(2)).sum(1)  # [T, target, D]
+    return (post.unsqueeze(-1) * x.float().unsqueeze(1) + mixed).to(streams.dtype)
 
 
 def connect_post_pre(
@@ -61,6 +72,7 @@ def connect_post_pre(
 
 
 def connect_head(streams: torch.Tensor, connection: Connection) -> torch.Tensor:
-    mix = project(streams, connection.fn, connection.norm_eps)
+    values = streams.float()
+    mix = project(values, connection.fn, connection.norm_eps)
     gates = alike.each(torch.sigmoid, mix * connection.scale + connection.base)
-    return collapse(streams, gates + connection.hc_eps)
+    return collapse(values, gates + scalar(connection.hc_eps)).to(streams.dtype)
