@@ -58,4 +58,8 @@ def filled(x: torch.Tensor) -> torch.Tensor:
 def each(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Return function(x) for an elementwise function and x [..., W], padded to whole vectors."""
     width = x.shape[-1]
-    return function(F.pad(x, (0, -width % VECTORS)))[..., :width] if width % VECTORS else function(x)
+    if width % VECTORS == 0:
+        return function(x)
+    # repeating takes less time than padding
+    padded = torch.cat([x] * (VECTORS // width), -1) if VECTORS % width == 0 else F.pad(x, (0, -width % VECTORS))
+    return function(padded)[..., :width]

@@ -33,7 +33,8 @@ class StoredMatrix(NamedTuple):
 
     def row(self, number: int) -> "StoredMatrix":
         """Return the matrix in this row of a stack."""
-        scale = None if self.scale is None else self.scale[number]
+        # fp32 values already include the scale
+        scale = None if self.scale is None or self.weight.dtype == torch.float32 else self.scale[number]
         return StoredMatrix(self.weight[number], scale, None if self.scale_2 is None else self.scale_2[number])
 
     def values(self) -> torch.Tensor:

@@ -64,9 +64,9 @@ class Block(nn.Module):
         """Return the hyper-connection of a sublayer, 'attn' or 'ffn'."""
         config = self.config
         return Connection(
-            self.get_parameter(f"hc_{part}_fn"),
-            self.get_parameter(f"hc_{part}_scale"),
-            self.get_parameter(f"hc_{part}_base"),
+            getattr(self, f"hc_{part}_fn"),
+            getattr(self, f"hc_{part}_scale"),
+            getattr(self, f"hc_{part}_base"),
             config.hc_sinkhorn_iters,
             config.hc_eps,
             config.rms_norm_eps,

@@ -50,7 +50,7 @@ def attended(
             continue  # it would change nothing; on a GPU the check would synchronize
         rows = listed_rows(window, entries, block).float()
         scores = torch.bmm(queries, rows.mT) * scale
-        scores = scores.masked_fill(holes[:, None], float("-inf"))
+        scores = scores.masked_fill(holes.unsqueeze(1), float("-inf"))
         larger = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         shrink = torch.exp(maximum - larger)
         chances = torch.exp(scores - larger)
@@ -67,7 +67,9 @@ def listed_rows(window: torch.Tensor, entries: torch.Tensor, index: torch.Tensor
     # F.embedding copies whole rows, seven times as fast as indexing on a CPU
     count = window.shape[0]
     rows = F.embedding(index.clamp(0, count - 1), window)
+    if not entries.shape[0]:
+        return rows
     named = index >= count
-    if not entries.shape[0] or (index.is_cpu and not named.any()):
+    if index.is_cpu and not named.any():
         return rows
     return torch.where(named[..., None], F.embedding((index - count).clamp_min(0), entries), rows)

@@ -14,9 +14,9 @@ from dsv4cli.kernels.rope.ref import rotate
 
 
 class KeptRows(NamedTuple):
-    """The step's rows that are stored in the rings, and their cells: int64 [n] each."""
+    """The step's rows that are stored in the rings, int64 [n] or None for all, and their cells, int64 [n]."""
 
-    rows: torch.Tensor
+    rows: torch.Tensor | None
     cells: torch.Tensor
 
 
@@ -69,10 +69,10 @@ def _pooled(own: Compression, plan: EntryPlan, kept: KeptRows) -> tuple[State, t
         every_kv, every_score = torch.cat((state.kv.flatten(0, 1), kv)), torch.cat((state.score.flatten(0, 1), score))
         members, halves = _members(own, plan.groups[complete]), _halves_of(own)
         pooled = pool(_halves(every_kv[members], halves), _halves(every_score[members], halves))
+    if kept.rows is not None:
+        kv, score = kv[kept.rows], score[kept.rows]
     state = replace(
-        state,
-        kv=_stored(state.kv, kept.cells, kv[kept.rows]),
-        score=_stored(state.score, kept.cells, score[kept.rows]),
+        state, kv=_stored(state.kv, kept.cells, kv), score=_stored(state.score, kept.cells, score)
     )
     return state, pooled, complete
 
@@ -96,7 +96,10 @@ def _kept(own: Compression, plan: EntryPlan) -> KeptRows:
     _, first, start, _, _ = plan.groups.unbind(1)
     slots, _, start, end, _ = plan.groups[first + overlap <= start].unbind(1)
     count = end - start
-    slot, end = slots.repeat_interleave(count), end.repeat_interleave(count)
+    slot = slots.repeat_interleave(count)
+    if len(plan.positions) <= capacity:
+        return KeptRows(None, slot * capacity + plan.positions % capacity)
+    end = end.repeat_interleave(count)
     rows = (plan.positions >= end - capacity).nonzero()[:, 0]
     return KeptRows(rows, slot[rows] * capacity + plan.positions[rows] % capacity)
 

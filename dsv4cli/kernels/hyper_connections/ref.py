@@ -20,10 +20,10 @@ def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.T
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Normalize rows, then columns, `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
+    if cpu_sinkhorn.suits(logits):
+        return cpu_sinkhorn.normalize(logits, iterations, eps)
     small = scalar(eps)
     comb = logits.softmax(-1) + small
-    if cpu_sinkhorn.suits(comb):
-        return cpu_sinkhorn.iterate(comb, iterations, eps)
     comb = comb / comb.sum(-2, keepdim=True).add_(small)
     for _ in range(iterations - 1):
         comb = comb / comb.sum(-1, keepdim=True).add_(small)

@@ -16,8 +16,13 @@ def queries_and_keys(
     if norm.rounded:
         keys = rounded(keys, 2 * rotation.shape[-1])
     known = stored.cells >= 0
-    ring = placed(stored.ring, stored.cells[known], keys[known])
-    return rotate(head_norm(q, norm.eps), rotation), keys, ring
+    if known.is_cpu and known.all():  # on a GPU, testing this would synchronize
+        ring = placed(stored.ring, stored.cells, keys)
+    else:
+        ring = placed(stored.ring, stored.cells[known], keys[known])
+    # the drafter stores keys without queries
+    q = rotate(head_norm(q, norm.eps), rotation) if q.numel() else q
+    return q, keys, ring
 
 
 def queries_keys_and_index(
