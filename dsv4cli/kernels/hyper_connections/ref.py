@@ -6,7 +6,6 @@ import torch
 
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.gemm import ref as gemm
-from dsv4cli.kernels.hyper_connections import cpu_sinkhorn
 from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.norm import ref as norm
 from dsv4cli.kernels.scalars import scalar
@@ -20,8 +19,6 @@ def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.T
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
     """Normalize rows, then columns, `iterations` times; the first row pass is the softmax. logits: fp32 [T, N, N]."""
-    if cpu_sinkhorn.suits(logits):
-        return cpu_sinkhorn.normalize(logits, iterations, eps)
     small = scalar(eps)
     comb = logits.softmax(-1) + small
     comb = comb / comb.sum(-2, keepdim=True).add_(small)
