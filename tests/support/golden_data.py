@@ -22,6 +22,7 @@ from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
+from dsv4cli.kernels.experts import one_tile
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from tests.support.arithmetic import same_arithmetic
 from tests.support.drafting import mtp_logits
@@ -95,7 +96,13 @@ def official_sums(patch: pytest.MonkeyPatch) -> None:
     linear = torch.nn.functional.linear
     patch.setattr(alike, "product", linear)
     patch.setattr(alike, "products", lambda x, weights: [linear(x, weight) for weight in weights])
+    patch.setattr(
+        alike,
+        "grouped_product",
+        lambda x, weights: torch.stack([linear(*pair) for pair in zip(x.unbind(1), weights, strict=True)], 1),
+    )
     patch.setattr(alike, "each", lambda function, x: function(x))
+    patch.setattr(one_tile, "suits", lambda *_: False)  # it multiplies tiles
 
 
 def run_blocks(net: Golden, prompt: int, split: Iterable[int], copies: int = 1) -> list[list[torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from dsv4cli.engine.model.linear import Fp32Linear, MatrixParameters
+from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
@@ -10,8 +10,7 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 def dequantize_weights(model: Transformer) -> None:
     """Replace each weight of a model with its fp32 values, one weight at a time.
 
-    Every conversion is exact, so results keep their bits. Scales stay: a linear with a scale rounds its input. Matrices
-    are stored column by column: MKL multiplies a few rows by them in four fifths of the time, with the same bits.
+    Every conversion is exact, so results keep their bits. Scales stay: a linear with a scale rounds its input.
     """
     for module in model.modules():
         if isinstance(module, MatrixParameters):
@@ -20,22 +19,15 @@ def dequantize_weights(model: Transformer) -> None:
         for parameter in module.parameters(recurse=False):
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.float()
-        if isinstance(module, Fp32Linear):
-            module.weight.data = _by_columns(module.weight.data)
 
 
 def _values(stored: StoredMatrix) -> torch.Tensor:
     """Return the fp32 values of a stored matrix or of several stacked, one matrix at a time to save memory."""
     weight = stored.weight.data
     if weight.dim() == 2:
-        return _by_columns(stored.values())
-    rows, columns = stored.row(0).values().shape
-    values = torch.empty(len(weight), columns, rows, dtype=torch.float32).mT
+        return stored.values().contiguous()
+    first = stored.row(0).values()
+    values = first.new_empty(len(weight), *first.shape)
     for number in range(len(weight)):
         values[number] = stored.row(number).values()
     return values
-
-
-def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix [N, K] with consecutive rows in memory."""
-    return matrix.t().contiguous().t()

@@ -71,9 +71,7 @@ def _pooled(own: Compression, plan: EntryPlan, kept: KeptRows) -> tuple[State, t
         pooled = pool(_halves(every_kv[members], halves), _halves(every_score[members], halves))
     if kept.rows is not None:
         kv, score = kv[kept.rows], score[kept.rows]
-    state = replace(
-        state, kv=_stored(state.kv, kept.cells, kv), score=_stored(state.score, kept.cells, score)
-    )
+    state = replace(state, kv=_stored(state.kv, kept.cells, kv), score=_stored(state.score, kept.cells, score))
     return state, pooled, complete
 
 

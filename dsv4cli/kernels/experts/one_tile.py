@@ -1,7 +1,7 @@
-"""The routed experts and the shared one for a few tokens on a CPU: all of them fit into a product's tile (kernels/alike).
+"""The routed experts and the shared one on a CPU, for the few tokens that fit into one tile of kernels/alike.py.
 
 Each matrix multiplies all tokens at once, which takes as long as one token, and everything between the products is done
-for all experts at once. The results have the bits of `ref.mixture`, with a third of its operations.
+for all experts at once. The results have the bits of `ref.mixture`, with half of its operations.
 """
 
 from itertools import chain
@@ -51,7 +51,9 @@ def mixture(
     numbers = sorted({*chain(*factors)})  # ascending, the order in which a token's experts are added
     matrices = [*_matrices(weights, numbers), shared.matrices]
     tile = alike.filled(x.float())
-    linears = [F.linear(tile, w1.values()) for w1, _, _ in matrices] + [F.linear(tile, w3.values()) for *_, w3 in matrices]
+    linears = [F.linear(tile, w1.values()) for w1, _, _ in matrices] + [
+        F.linear(tile, w3.values()) for *_, w3 in matrices
+    ]
     gate, up = torch.stack(linears, 1)[: len(x)].to(x.dtype).chunk(2, 1)  # [T, experts, I], the shared one last
     factor = torch.tensor([[*(own.get(number, 0.0) for number in numbers), 1.0] for own in factors])
     inner = (factor.unsqueeze(-1) * gated(gate, up, limit)).to(x.dtype).float()

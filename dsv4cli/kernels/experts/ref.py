@@ -93,7 +93,9 @@ def mixture(
     rounded = _rounded(x, round_inputs, weights.w1, shared.w1, shared.w3)
     round_routed = round_inputs and weights.w1.scale is not None
     if one_tile.suits(x, experts, weights, shared):
-        return one_tile.mixture(rounded if round_routed else x, weights, shared, experts, routing, limit, round_routed, dtype)
+        return one_tile.mixture(
+            rounded if round_routed else x, weights, shared, experts, routing, limit, round_routed, dtype
+        )
     routed = _routed(rounded if round_routed else x, weights, experts, routing, limit, round_routed)
     return (routed + _shared(x, rounded, shared, limit, round_inputs).float()).to(dtype)
 

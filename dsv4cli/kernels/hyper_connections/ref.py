@@ -1,7 +1,5 @@
 """Hyper-connections in plain PyTorch."""
 
-from functools import cache
-
 import torch
 
 from dsv4cli.kernels import alike
@@ -30,19 +28,15 @@ def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:
 
 def connect_pre(streams: torch.Tensor, connection: Connection) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     values, count, eps = streams.float(), streams.shape[1], connection.hc_eps
-    scale = connection.scale.index_select(0, _parts(count, streams.device))
-    mix = project(values, connection.fn, connection.norm_eps) * scale + connection.base
-    logits, comb = mix.split((2 * count, count * count), -1)
-    pre, post = alike.each(torch.sigmoid, logits).split(count, -1)
-    comb = sinkhorn(comb.unflatten(-1, (count, count)), connection.iterations, eps)
+    parts = count, count, count * count
+    pre, post, comb = project(values, connection.fn, connection.norm_eps).split(parts, -1)
+    pre_scale, post_scale, comb_scale = connection.scale.unbind()
+    pre_base, post_base, comb_base = connection.base.split(parts)
+    # two sigmoids, as in the official code: a value's rounding depends on which values share a vector with it
+    pre = alike.each(torch.sigmoid, pre * pre_scale + pre_base)
+    post = alike.each(torch.sigmoid, post * post_scale + post_base)
+    comb = sinkhorn((comb * comb_scale + comb_base).unflatten(-1, (count, count)), connection.iterations, eps)
     return collapse(values, pre + scalar(eps)).to(streams.dtype), post * scalar(2.0), comb
-
-
-@cache
-def _parts(count: int, device: torch.device) -> torch.Tensor:
-    """Return 0 for each value of pre, 1 for each of post and 2 for each of comb: int64 [(2 + N) * N]."""
-    with torch.inference_mode(False):  # else no gradient could be recorded with it
-        return torch.tensor([0] * count + [1] * count + [2] * count * count, device=device)
 
 
 def collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
