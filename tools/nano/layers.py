@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.rope import frequencies
 from dsv4cli.kernels.compressor.ref import pool
-from dsv4cli.kernels.experts.ref import gated
+from dsv4cli.kernels.experts.activation import gated
 from dsv4cli.kernels.hyper_connections import Connection
 from dsv4cli.kernels.hyper_connections import ref as hyper_connections
 from dsv4cli.kernels.norm.ref import rms_norm

@@ -8,7 +8,7 @@ from dsv4cli.engine.model.moe import MoE
 from dsv4cli.engine.tracing.feed import Jitter
 from dsv4cli.engine.tracing.manifest import Text, TraceManifest
 from dsv4cli.engine.tracing.observer import Watched
-from dsv4cli.kernels.experts.ref import gated
+from dsv4cli.kernels.experts.activation import gated
 from dsv4cli.kernels.gemm import SHORT_SUM
 from dsv4cli.kernels.rows import ROWS_ALIKE
 
