@@ -55,14 +55,14 @@ def mixture(
         F.linear(tile, w3.values()) for *_, w3 in matrices
     ]
     gate, up = torch.stack(linears, 1)[: len(x)].to(x.dtype).chunk(2, 1)  # [T, experts, I], the shared one last
-    factor = torch.tensor([[*(own.get(number, 0.0) for number in numbers), 1.0] for own in factors])
+    factor = torch.tensor([[*(own.get(number, 0.0) for number in numbers), 1.0] for own in factors], device="cpu")
     inner = (factor.unsqueeze(-1) * gated(gate, up, limit)).to(x.dtype).float()
     if round_inner:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
     outputs = alike.grouped_product(inner, [w2.values() for _, w2, _ in matrices]).to(x.dtype).float()
     if any(len(own) < len(numbers) for own in factors):
         # -0.0 + x has the bits of any x
-        unused = torch.tensor([[*(number not in own for number in numbers), False] for own in factors])
+        unused = torch.tensor([[*(number not in own for number in numbers), False] for own in factors], device="cpu")
         outputs = outputs.masked_fill(unused.unsqueeze(-1), -0.0)
     total, *others = outputs.unbind(1)
     for other in others:
