@@ -21,6 +21,11 @@ from tests.support.slow import slow, slow_rows
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+def in_tiles(x, weights, experts, routing, limit, round_inputs) -> torch.Tensor:
+    outputs = many_tokens.routed_outputs(x, weights, experts, routing, limit, round_inputs)
+    return many_tokens.ordered_sum(outputs, experts)
+
+
 def fp4(*shape: int) -> StoredMatrix:
     *lead, columns = shape
     codes = torch.randint(-128, 128, (*lead, columns // 2), dtype=torch.int8)
@@ -76,7 +81,7 @@ def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
 
 def assert_like_reference(x, weights, experts, routing, limit=7.0, round_inputs=False):
     """Sums in another order: a few 2 ** -24 of them in fp32; in bf16 an inner value, or an output, rounds otherwise."""
-    ours = many_tokens.routed_experts(x, weights, experts, routing, limit, round_inputs)
+    ours = in_tiles(x, weights, experts, routing, limit, round_inputs)
     expected = ref.routed_experts(x, weights, experts, routing, limit, round_inputs)
     assert ours.dtype == FP32
     largest = expected.abs().max() if len(x) else 0
@@ -133,7 +138,7 @@ def test_every_scale():
     scale = code[:, None].expand(-1, 4).contiguous().view(torch.float8_e8m0fnu)
     weights = replace(weights, w2=weights.w2._replace(scale=scale[None]))
     x, (experts, routing) = torch.randn(2, 256), routed(2, 1, 1)
-    ours = many_tokens.routed_experts(x, weights, experts, routing, 7.0, False)
+    ours = in_tiles(x, weights, experts, routing, 7.0, False)
     expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
     assert ours[:, 169:].isnan().all()  # 6 * 2 ** 41 and more is no weight
     size = block_scale.e8m0(scale[:169, 0]).double()
@@ -176,7 +181,7 @@ def test_a_mixture_is_its_parts_added_in_fp32(dtype):
 def test_what_is_not_a_number_stays_so():
     x = torch.randn(2, 128).bfloat16()
     x[0, 3] = torch.nan
-    ours = many_tokens.routed_experts(x, stacked(fp4, 1, 128, 128), *routed(2, 1, 1), 7.0, False)
+    ours = in_tiles(x, stacked(fp4, 1, 128, 128), *routed(2, 1, 1), 7.0, False)
     assert ours[0].isnan().all()
     assert ours[1].isfinite().all()
 
@@ -186,10 +191,10 @@ def test_what_is_refused():
     x, (experts, routing) = torch.randn(2, 192).bfloat16(), routed(2, 2, 1)
     weights = stacked(fp4, 2, 192, 128)
     with pytest.raises(KernelUnsupported, match="multiples of 128"):
-        many_tokens.routed_experts(x, weights, experts, routing, 7.0, True)
+        in_tiles(x, weights, experts, routing, 7.0, True)
     turned = replace(weights, w2=weights.w2._replace(weight=weights.w2.weight.mT.contiguous().mT))
     with pytest.raises(KernelUnsupported, match="contiguous"):
-        many_tokens.routed_experts(x, turned, experts, routing, 7.0, False)
+        in_tiles(x, turned, experts, routing, 7.0, False)
 
 
 # large tiles of all widths and small ones, whole and not; one expert with many pairs; experts without any

@@ -20,7 +20,7 @@ from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, ReaderGone, duration_text
 
 if TYPE_CHECKING:
-    from dsv4cli.engine.deployment.engine_process import EngineProcess
+    from dsv4cli.commands.serve.engine_process import EngineProcess
     from dsv4cli.engine.deployment.flags import EngineName
     from dsv4cli.engine.deployment.plan import DeploymentPlan
 
@@ -129,7 +129,7 @@ def _print(
 
 def _run(out: Output, plan: "DeploymentPlan", command: Sequence[str], wanted: EngineOptions, listen: Listen) -> None:
     """Run this machine's server until it ends or a signal arrives."""
-    from dsv4cli.engine.deployment.engine_process import EngineProcess, key_options, wait_until_ready
+    from dsv4cli.commands.serve.engine_process import EngineProcess, key_options, wait_until_ready
 
     node, title = wanted.node_rank or 0, plan.engine.name
     variables = {one.name: one.values[0] for one in plan.environment(node)}

@@ -11,11 +11,10 @@ from threading import Thread
 
 import pytest
 
-from dsv4cli.commands.serve import engine_server
-from dsv4cli.engine.deployment import engine_process
+from dsv4cli.commands.serve import engine_process, engine_server
 from dsv4cli.engine.inspection.consumers import served
 from dsv4cli.errors import UsageError
-from tests.engine.deployment.test_engine_process import FOREVER, answering
+from tests.commands.serve.test_engine_process import FOREVER, answering
 from tests.support.forked import Forked
 from tests.support.other_engines import NVFP4, model_of, stand_in
 from tests.support.program import ROOT, Program, gone

@@ -35,14 +35,25 @@ def routed_experts(
     limit: float,
     round_inputs: bool,
 ) -> torch.Tensor:
-    if ggml.takes(weights):
-        return many_tokens.ordered_sum(ggml.routed_outputs(x, weights, experts, routing, limit, round_inputs), experts)
     chosen = experts.contiguous(), routing.contiguous()
     if fp8_hopper.suits(x, weights, experts.numel(), round_inputs):
         return fp8_hopper.mixture(rows(x), weights, None, *chosen, limit, torch.float32)
     if _takes_few(x, weights, ROUTED):
         return few_tokens.routed_experts(rows(x), weights, *chosen, limit, round_inputs)
-    return many_tokens.routed_experts(x, weights, experts, routing, limit, round_inputs)
+    return many_tokens.ordered_sum(_outputs(x, weights, experts, routing, limit, round_inputs), experts)
+
+
+def _outputs(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+    round_inputs: bool,
+) -> torch.Tensor:
+    """Return the output of each of a token's experts: [T * k, D] in x's dtype."""
+    family = ggml if ggml.takes(weights) else many_tokens
+    return family.routed_outputs(x, weights, experts, routing, limit, round_inputs)
 
 
 def shared_expert(x: torch.Tensor, weights: "ExpertWeights", limit: float, round_inputs: bool) -> torch.Tensor:
@@ -63,9 +74,6 @@ def mixture(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     chosen, round_routed = (experts.contiguous(), routing.contiguous()), round_inputs and weights.w1.scale is not None
-    if ggml.takes(weights):
-        outputs = ggml.routed_outputs(x, weights, experts, routing, limit, round_routed)
-        return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
     if fp8_hopper.suits(x, weights, experts.numel(), round_routed):
         if fp8_hopper.suits_shared(x, weights, shared):
             return fp8_hopper.mixture(rows(x), weights, shared, *chosen, limit, dtype)
@@ -81,7 +89,7 @@ def mixture(
         # summed in fp32 and rounded in one launch
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
-    outputs = many_tokens.routed_outputs(x, weights, experts, routing, limit, round_routed)
+    outputs = _outputs(x, weights, experts, routing, limit, round_routed)
     return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
 
 

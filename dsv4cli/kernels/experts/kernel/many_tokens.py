@@ -25,17 +25,6 @@ if TYPE_CHECKING:
 SCALE_PARTS = {torch.int8: torch.uint8, torch.uint8: torch.int16}
 
 
-def routed_experts(
-    x: torch.Tensor,
-    weights: "ExpertWeights",
-    experts: torch.Tensor,
-    routing: torch.Tensor,
-    limit: float,
-    round_inputs: bool,
-) -> torch.Tensor:
-    return ordered_sum(routed_outputs(x, weights, experts, routing, limit, round_inputs), experts)
-
-
 def routed_outputs(
     x: torch.Tensor,
     weights: "ExpertWeights",

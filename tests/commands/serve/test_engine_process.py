@@ -11,8 +11,8 @@ from threading import Thread
 
 import pytest
 
-from dsv4cli.engine.deployment import engine_process
-from dsv4cli.engine.deployment.engine_process import EngineProcess, key_options, wait_until_ready
+from dsv4cli.commands.serve import engine_process
+from dsv4cli.commands.serve.engine_process import EngineProcess, key_options, wait_until_ready
 from dsv4cli.errors import ServerError
 from tests.support.program import gone
 from tests.support.waiting import comes
