@@ -160,9 +160,12 @@ class Job:
             yield NoCompilation()
             return
         from dsv4cli.engine.compiling.compile_ahead import found_memory
-        from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
+        from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of, is_predictable
         from dsv4cli.engine.weights.placement import MemoryLimits
 
+        if not is_predictable(self.source.identity):
+            yield NoCompilation()
+            return
         ranks = world.size if world else 1
         demand = demand_of(
             self.source.identity.config,

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.identify import Identity
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -165,6 +167,11 @@ def _parts(most: int) -> Iterator[tuple[int, int]]:
     """Split the range from 1 to `most` into parts that begin at `ROWS`."""
     ends = [*(count for count in ROWS if count < most), most]
     return zip(ends, ends[1:] or ends, strict=False)
+
+
+def is_predictable(identity: Identity) -> bool:
+    """Return whether a dry run finds a model's kernels. It does not know GGUF blocks, whose types differ by tensor."""
+    return not isinstance(identity, GgufIdentity)
 
 
 def demand_of(

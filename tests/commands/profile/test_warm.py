@@ -20,6 +20,7 @@ from dsv4cli.kernels.card import CARDS
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
 from tests.support.compiler import compiler
+from tests.support.gguf_models import DS4, write_nano
 from tests.support.program import Program
 
 WARM = ("profile", "warm", "--model", "random:tiny", "--card", "h200")
@@ -79,6 +80,21 @@ def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypa
     policy: Any = SimpleNamespace(share=CacheOptions())
     with Running(open_job(Output(Colours()), served), policy, 0.0).job.model():
         assert asked == [found]
+
+
+def test_the_kernels_of_gguf_blocks_are_not_foretold(dsv4, says, tmp_path, monkeypatch):
+    """A dry run would take the model for one of fp32 matrices, which fits no machine that its blocks fit."""
+    says({})
+    path, _ = write_nano(tmp_path, DS4)
+    refused = dsv4("profile", "warm", "--model", str(path), "--card", "h200")
+    assert refused.code == 2
+    assert "is a GGUF model, whose kernels are compiled at their first launch" in refused.err
+    asked = []
+    monkeypatch.setattr(job, "compiled_in_background", lambda *given: asked.append(given))
+    monkeypatch.setattr(Job, "kernels", "triton")
+    with open_job(Output(Colours()), ModelOptions(str(path), device="cpu"))._compiled([5], True) as compiled:
+        assert compiled.note() == ""
+    assert not asked
 
 
 def test_what_could_not_be_compiled_is_a_failure(dsv4, says):
