@@ -19,6 +19,7 @@ class Passing:
     """A request on its way: what was sent and, later, what came back; faults change both.
 
     document: of a whole response. events: of a stream, `[DONE]` as that text. status 0: nothing is sent back.
+    wants_thinking: for faults that change the thinking mode.
     """
 
     path: str
@@ -26,6 +27,7 @@ class Passing:
     status: int = 200
     document: Json | None = None
     events: list[Any] = field(default_factory=list)
+    wants_thinking: bool = True
 
     @property
     def text(self) -> str:

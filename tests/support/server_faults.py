@@ -55,6 +55,40 @@ def think(passing: Passing) -> None:
     passing.body |= {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": True}}
 
 
+def think_always(passing: Passing) -> None:
+    """Thinks whatever the request says, and remembers whether it asked for that."""
+    passing.wants_thinking = passing.body.get("reasoning_effort") != "none"
+    think(passing)
+
+
+def show_reasoning(passing: Passing) -> None:
+    """The reasoning is at the beginning of the content, without a mark, where the request turns thinking off."""
+    for message in () if passing.wants_thinking or not passing.document else passing.messages():
+        reasoning = message.pop("reasoning_content", None) or ""
+        message.pop("reasoning", None)
+        message["content"] = f"{reasoning}\n{message.get('content') or ''}"
+    forget_details(passing)
+
+
+def show_all_reasoning(passing: Passing) -> None:
+    """No parser: all reasoning is at the beginning of the content, without a mark."""
+    passing.wants_thinking = False
+    show_reasoning(passing)
+
+
+def hide_reasoning(passing: Passing) -> None:
+    """The reasoning is dropped where the request turns thinking off. Its tokens still count."""
+    for message in () if passing.wants_thinking else passing.messages():
+        message.pop("reasoning_content", None)
+        message.pop("reasoning", None)
+    forget_details(passing)
+
+
+def forget_details(passing: Passing) -> None:
+    for usage in passing.usages():
+        usage.pop("completion_tokens_details", None)
+
+
 def cut_stream(passing: Passing) -> None:
     if passing.events:
         passing.events = passing.events[: len(passing.events) // 2]
@@ -213,6 +247,9 @@ FAULTS = (
     Fault("one token too many", "replies.max-tokens", before=on_chat(more_tokens)),
     Fault("finish_reason always stop", "replies.max-tokens", after=on_answers(always_stop)),
     Fault("thinking not off", "replies.thinking-off", before=on_chat(think)),
+    Fault("thinking in the content", "replies.thinking-off", on_chat(think_always), on_answers(show_reasoning)),
+    Fault("always thinking, no parser", "replies.thinking-off", on_chat(think_always), on_answers(show_all_reasoning)),
+    Fault("thinking hidden", "replies.thinking-off", on_chat(think_always), on_answers(hide_reasoning)),
     Fault("stream cut", "replies.stream", after=on_answers(cut_stream)),
     Fault("delta lost", "replies.stream", after=on_answers(lose_delta)),
     Fault("characters broken", "replies.utf8", after=on_answers(break_characters)),

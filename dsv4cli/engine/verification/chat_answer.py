@@ -82,6 +82,15 @@ def read_chat(reply: ServerReply, *, streamed: bool) -> ChatAnswer:
         raise UnreadableReply(f"not the format of a chat completion ({type(error).__name__}: {error})") from None
 
 
+def read_raw(reply: ServerReply) -> str:
+    """Return the text of a response of `/v1/completions`; "" if it cannot be read."""
+    try:
+        text = (reply.document or {})["choices"][0]["text"]
+    except (LookupError, TypeError):
+        return ""
+    return text if isinstance(text, str) else ""
+
+
 def _from_document(reply: ServerReply) -> ChatAnswer:
     if not reply.complete:
         raise UnreadableReply("the connection was closed before the end of the response")

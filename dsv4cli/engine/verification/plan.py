@@ -16,6 +16,7 @@ from dsv4cli.engine.verification.reference import ServerReference
 from dsv4cli.engine.verification.replies import leak_checks, reply_checks
 from dsv4cli.engine.verification.reply_streams import stream_checks
 from dsv4cli.engine.verification.temperature import temperature_check
+from dsv4cli.engine.verification.thinking import thinking_checks
 from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.errors import UsageError
 
@@ -68,6 +69,7 @@ def plan_checks(
     """
     checks = [
         *encoding_checks(server, quick=scope.quick),
+        *thinking_checks(server, quick=scope.quick),
         *reply_checks(server, quick=scope.quick),
         temperature_check(server, quick=scope.quick),
         *stream_checks(server, quick=scope.quick),

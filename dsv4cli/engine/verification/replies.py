@@ -1,4 +1,4 @@
-"""Checks of single answers: reasoning, stop texts, limits, and texts that must not leak. No torch."""
+"""Checks of single answers: stop texts, limits, and texts that must not leak. No torch."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -8,7 +8,7 @@ from dsv4cli.engine.verification.chat_answer import ChatAnswer, UnreadableReply,
 from dsv4cli.engine.verification.check import Check, CheckStep, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
 
-THINKING = ("What is 17 * 25?", "What is 46 * 38?", "What is 318 + 457?")
+QUESTION = "What is 17 * 25?"
 # answers of this question are long enough for every limit that is checked
 LONG = "What is 17 * 25? Show each step."
 MARKUP = (*tokens.SPECIAL, f"<{tokens.DSML}", f"</{tokens.DSML}", "<tool_result>", "</tool_result>")
@@ -44,102 +44,34 @@ def unreadable(calls: Iterable[ApiCall], replies: Replies) -> Iterator[Problem]:
 
 def reply_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of single answers."""
-    few = 1 if quick else None
-    return [
-        _reasoning(server, THINKING[:few]),
-        _thinking_off(server, THINKING[:few]),
-        _efforts(server),
-        _stop(server, quick=quick),
-        _max_tokens(server, LIMITS[1:2] if quick else LIMITS),
-    ]
+    return [_stop(server, quick=quick), _max_tokens(server, LIMITS[1:2] if quick else LIMITS)]
 
 
-def _check(name: str, reason: str, meaning: str, calls: Sequence[ApiCall], judge: Judge) -> Check:
+def reply_check(
+    name: str, reason: str, meaning: str, calls: Sequence[ApiCall], judge: Judge, *, more: Sequence[ApiCall] = ()
+) -> Check:
+    """Return a check of chat answers, each of which must be readable.
+
+    Args:
+        more: further requests, whose responses only the judge reads.
+    """
+
     def whole(replies: Replies) -> Iterator[Problem]:
         yield from unreadable(calls, replies)
         yield from judge(replies)
 
-    return Check(f"replies.{name}", reason, meaning, [fixed(calls)], whole)
-
-
-def _reasoning(server: CheckedServer, questions: Sequence[str]) -> Check:
-    calls = [server.chat(f"replies.reasoning/{n}", text, level="high", most=160) for n, text in enumerate(questions)]
-
-    def judge(replies: Replies) -> Iterator[Problem]:
-        found = list(readable(calls, replies))
-        for call, answer in found:
-            mark = next((mark for mark in (tokens.THINK_START, tokens.THINK_END) if mark in (answer.content or "")), "")
-            if mark:
-                yield Problem(f"the reasoning is in the content: it contains {mark}", [repr(answer.content)], call)
-        if found and not any(answer.reasoning for _, answer in found):
-            call, answer = found[0]
-            yield Problem(
-                "thinking is requested, and no answer has reasoning_content or reasoning",
-                [f"content: {(answer.content or '')[:200]!r}"],
-                call,
-            )
-
-    return _check(
-        "reasoning",
-        "Servers split reasoning and content with a parser that must be enabled and must match the model.",
-        "Users see the model's reasoning as its answer, or applications do not receive it.",
-        calls,
-        judge,
-    )
-
-
-def _thinking_off(server: CheckedServer, questions: Sequence[str]) -> Check:
-    calls = [server.chat(f"replies.thinking-off/{n}", text, most=48) for n, text in enumerate(questions)]
-
-    def judge(replies: Replies) -> Iterator[Problem]:
-        for call, answer in readable(calls, replies):
-            if answer.reasoning or tokens.THINK_END in (answer.content or ""):
-                yield Problem(
-                    "the answer has reasoning, although the request turns thinking off",
-                    [f"reasoning: {answer.reasoning[:200]!r}, content: {(answer.content or '')[:200]!r}"],
-                    call,
-                )
-
-    return _check(
-        "thinking-off",
-        "Templates take the thinking mode from different fields, and many ignore the one that a client sends.",
-        "Each answer takes and costs the tokens of reasoning that the application did not want.",
-        calls,
-        judge,
-    )
-
-
-def _efforts(server: CheckedServer) -> Check:
-    levels = ("high", "max")
-    calls = [server.chat(f"replies.efforts/{level}", THINKING[0], level=level, most=1) for level in levels]
-
-    def judge(replies: Replies) -> Iterator[Problem]:
-        counts = [answer.count("prompt_tokens") for _, answer in readable(calls, replies)]
-        if len(counts) == len(levels) and None not in counts and counts[0] == counts[1]:
-            yield Problem(
-                "reasoning_effort does not change the prompt",
-                [f"the prompts of efforts high and max both have {counts[0]:,} tokens"],
-                calls[1],
-            )
-
-    return _check(
-        "efforts",
-        "The effort is a text in the prompt. A template that lacks it accepts the field and ignores it.",
-        "The effort has no effect: answers at max are no better than at high.",
-        calls,
-        judge,
-    )
+    return Check(f"replies.{name}", reason, meaning, [fixed([*calls, *more])], whole)
 
 
 def _stop(server: CheckedServer, *, quick: bool) -> Check:
-    first = server.chat("replies.stop/whole", THINKING[0], most=24, logprobs=True)
+    first = server.chat("replies.stop/whole", QUESTION, most=24, logprobs=True)
     kinds = ("streamed",) if quick else ("stopped", "streamed")
     count = len(kinds)
 
     def stopped(replies: Replies) -> list[ApiCall]:
         stop = _stop_text(replies, first)
         return [
-            server.chat(f"replies.stop/{kind}", THINKING[0], most=24, stop=[stop], stream=kind == "streamed")
+            server.chat(f"replies.stop/{kind}", QUESTION, most=24, stop=[stop], stream=kind == "streamed")
             for kind in kinds
             if stop
         ]
@@ -197,7 +129,7 @@ def _max_tokens(server: CheckedServer, limits: Sequence[int]) -> Check:
                 shown = f"usage.completion_tokens {count}, finish_reason {answer.finish!r}, {listed} log-probabilities"
                 yield Problem(f"max_tokens {most} does not end the answer after {most} tokens", [shown], call)
 
-    return _check(
+    return reply_check(
         "max-tokens",
         "Drafts, chunks and reasoning are places where a limit is exceeded or counted twice.",
         "Answers are longer or shorter than requested, and so is the bill.",

@@ -11,7 +11,7 @@ from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING, difference
 from dsv4cli.engine.verification.conversations import WEATHER
-from dsv4cli.engine.verification.replies import THINKING, readable, unreadable
+from dsv4cli.engine.verification.replies import QUESTION, readable, unreadable
 
 LOST = "\N{REPLACEMENT CHARACTER}"
 
@@ -25,7 +25,7 @@ class _Question:
 
 
 STREAMS = (
-    _Question(THINKING[0], "high", most=96),
+    _Question(QUESTION, "high", most=96),
     _Question("What is the weather in Paris?", tools=[WEATHER], most=80),
     _Question("What is 17 + 25?"),
     _Question("Name the capital of France.", most=3),

@@ -9,7 +9,7 @@ from dsv4cli.engine.text.prompt import Tool
 from dsv4cli.engine.text.reply import MalformedReply, parse_reply
 from dsv4cli.engine.text.tokens import DSML, EOS
 from dsv4cli.engine.verification.calls import ApiCall
-from dsv4cli.engine.verification.chat_answer import ChatAnswer, ToolUse, UnreadableReply, read_chat
+from dsv4cli.engine.verification.chat_answer import ChatAnswer, ToolUse, UnreadableReply, read_chat, read_raw
 from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.replies import unreadable
@@ -226,7 +226,7 @@ def _raw_check(server: CheckedServer, sent: Sequence[_Sent], count: int) -> Chec
 
     def judge(replies: Replies) -> Iterator[Problem]:
         for one, raw in pairs:
-            text = _raw_text(replies, raw)
+            text = read_raw(replies[raw.key])
             for _, call, answer in sent_answers([one], replies):
                 yield from _compared(call, answer, text)
 
@@ -236,14 +236,6 @@ def _raw_check(server: CheckedServer, sent: Sequence[_Sent], count: int) -> Chec
 
 def _prompt(server: CheckedServer, one: _Sent) -> str:
     return server.prompt(one.scenario.messages, one.scenario.tools, "off")
-
-
-def _raw_text(replies: Replies, call: ApiCall) -> str:
-    try:
-        text = (replies[call.key].document or {})["choices"][0]["text"]
-    except (LookupError, TypeError):
-        return ""
-    return text if isinstance(text, str) else ""
 
 
 def _compared(call: ApiCall, answer: ChatAnswer, text: str) -> Iterator[Problem]:

@@ -35,6 +35,7 @@ def nano():
 
 # checks whose answers another check judges
 NEEDS = {
+    "replies.thinking-off": ("replies.reasoning",),
     "replies.usage": ("replies.stream", "replies.utf8"),
     "replies.content": ("replies.thinking-off",),
     "replies.markup": ("replies.thinking-off",),
