@@ -241,6 +241,8 @@ def _verify(out: Output, plan: "DeploymentPlan", listen: Listen) -> None:
         return
     if verdict == "wrong":
         out.warning(f"the server fails checks; see the lines above, and run all checks with: {again}")
+    elif verdict == "no answer":
+        out.warning(f"the server did not answer all requests in time; run the checks again with: {again}")
 
 
 def _log_to(out: Output) -> Callable[[str], None]:

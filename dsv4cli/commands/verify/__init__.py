@@ -25,6 +25,7 @@ from dsv4cli.commands.verify.run import carry_out
 from dsv4cli.options import JsonOpt, QuietOpt
 from dsv4cli.output import Output
 
+EXIT_CODES = {"wrong": 3, "no answer": 6}
 VERIFY_EXAMPLES = (
     "dsv4 verify http://localhost:8000",
     "dsv4 verify http://localhost:8000 --quick",
@@ -57,11 +58,10 @@ def verify(
     """Check whether a server answers as DeepSeek-V4 does: prompts, replies, tools, batches and numbers.
 
     Works with any server that has an OpenAI-compatible chat API. The exit code is 3 if a check fails, and 6 if the
-    server cannot be reached.
+    server cannot be reached or does not answer in time.
     """
     options = VerifyOptions(
         url, model, api_key_file, quick, long, only, release, tokenizer,
         record, against, concurrency, timeout, dry_run, out, report, junit,
     )  # fmt: skip
-    if carry_out(Output(context.obj.colours, as_json, quiet), options) == "wrong":
-        raise typer.Exit(3)
+    raise typer.Exit(EXIT_CODES.get(carry_out(Output(context.obj.colours, as_json, quiet), options), 0))

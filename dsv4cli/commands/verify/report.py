@@ -63,10 +63,15 @@ def _print_problems(output: Output, url: str, result: "CheckResult", keyed: bool
 
 def _sentence(server: "CheckedServer", done: "VerifyRun") -> str:
     wrong = [result.check.name for result in done.results if result.verdict == "wrong"]
+    late = [result.check.name for result in done.results if result.verdict == "no answer"]
     checked = sum(result.verdict != "skipped" for result in done.results)
     if wrong:
         failed = f"{len(wrong)} of {counted(checked, 'check')} failed: {', '.join(wrong)}"
         return f"{server.model} on {server.url} is wrong: {failed}"
+    if late:
+        missing = f"requests of {len(late)} of {counted(checked, 'check')} had no answer in time: {', '.join(late)}"
+        remedy = "run again with a longer --timeout or a lower --concurrency"
+        return f"{server.model} on {server.url} is not verified: {missing}; {remedy}"
     return f"{server.model} on {server.url} is right: {counted(checked, 'check')} passed"
 
 

@@ -1,7 +1,7 @@
 """Runs the checks of `dsv4 verify`, and reports them."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from dsv4cli.commands.chat.remote import read_key
 from dsv4cli.commands.verify.options import VerifyOptions
@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from dsv4cli.engine.verification.verify_run import VerifyRun
 
 
-def carry_out(output: Output, options: VerifyOptions) -> Literal["right", "wrong", "not checked"]:
-    """Check the server, and report. Returns the verdict; "not checked" with --dry-run.
+def carry_out(output: Output, options: VerifyOptions) -> str:
+    """Check the server, and report.
+
+    Returns:
+        "right", "wrong", "no answer" if requests had no answer in time, or "not checked" with --dry-run.
 
     Raises:
         UsageError: an option is invalid.
@@ -61,9 +64,8 @@ def _check_folder(path: Path) -> None:
         raise UsageError(f"there is no folder {folder}", f"create it, or write {path.name} elsewhere")
 
 
-def _verified(
-    output: Output, sender: "Sender", options: VerifyOptions, scope: "Scope", keyed: bool
-) -> Literal["right", "wrong", "not checked"]:
+def _verified(output: Output, sender: "Sender", options: VerifyOptions, scope: "Scope", keyed: bool) -> str:
+    from dsv4cli.engine.verification.check import verdict_of_run
     from dsv4cli.engine.verification.discover import ServerHints, discover
     from dsv4cli.engine.verification.plan import plan_checks
     from dsv4cli.engine.verification.verify_run import VerifyRun
@@ -85,7 +87,7 @@ def _verified(
         _record(output, options.record, server, done)
     write_reports(output, server, done, options.report, options.junit, keyed)
     print_report(output, server, done, keyed)
-    return "wrong" if done.wrong else "right"
+    return verdict_of_run(done.results)
 
 
 def _reference(options: VerifyOptions, model: str) -> "ServerReference | None":

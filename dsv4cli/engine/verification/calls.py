@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from dsv4cli.engine.chat.api_client import BUSY
+
 CHAT, COMPLETIONS, MODELS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 DATA, DONE = "data:", "[DONE]"
@@ -22,6 +24,7 @@ class ApiCall:
         body: a JSON document, or raw bytes to send malformed JSON; None for GET.
         most: read at most this many bytes of the response, then close the connection; None reads all of it.
         tokens_in: an estimate of the prompt's length in tokens, for the announced cost.
+        seconds: the time after which the lack of a response is an error of the server; None if it never is.
     """
 
     key: str
@@ -84,6 +87,11 @@ class ServerReply:
     def events(self) -> list[Any]:
         """The data of the stream's events, parsed: `[DONE]` stays text, and data that is not JSON becomes None."""
         return [_parsed(line[len(DATA) :].strip()) for line in self.text.splitlines() if line.startswith(DATA)]
+
+    @property
+    def late(self) -> bool:
+        """Whether the server did not answer in time, or had no capacity. Another attempt may succeed."""
+        return self.failure == "no answer" or self.status in BUSY
 
     def record(self) -> dict[str, Any]:
         """Return the response as a JSON document."""

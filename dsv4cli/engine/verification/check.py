@@ -8,7 +8,7 @@ from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 
 # the responses so far, by the key of their call
 Replies = Mapping[str, ServerReply]
-Verdict = Literal["right", "note", "wrong", "skipped"]
+Verdict = Literal["right", "note", "wrong", "no answer", "skipped"]
 FAMILIES = ("encoding", "replies", "tools", "batching", "numbers", "limits", "long")
 
 
@@ -21,12 +21,14 @@ class Problem:
         evidence: lines that show it: what was expected, and what was received.
         call: the request that shows it.
         wrong: False for a remark that is not an error of the server.
+        late: whether the server did not answer the request in time. That is no error: it may only be slow.
     """
 
     what: str
     evidence: Sequence[str] = ()
     call: ApiCall | None = None
     wrong: bool = True
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,17 @@ class CheckResult:
         """The verdict of the check."""
         if any(problem.wrong for problem in self.problems):
             return "wrong"
+        if any(problem.late for problem in self.problems):
+            return "no answer"
         if self.problems:
             return "note"
         return "skipped" if self.check.skip else "right"
+
+
+def verdict_of_run(results: Iterable[CheckResult]) -> Literal["right", "wrong", "no answer"]:
+    """Return the verdict of a run: that of its worst check."""
+    verdicts = {result.verdict for result in results}
+    return "wrong" if "wrong" in verdicts else "no answer" if "no answer" in verdicts else "right"
 
 
 def fixed(calls: Sequence[ApiCall], together: int | None = None) -> CheckStep:

@@ -1,15 +1,18 @@
 """Checks that invalid requests are refused: status 4xx with a message, never 5xx, never a hang. No torch."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsv4cli.engine.verification.calls import CHAT, ApiCall
-from dsv4cli.engine.verification.check import Check, Problem, Replies, fixed
+from dsv4cli.engine.verification.check import Check, CheckStep, Problem, Replies, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.replies import readable, unreadable
 
-# seconds within which a refusal must arrive
-PATIENCE = 30.0
+# seconds within which a refusal must arrive: of a short request, and of one with the longest prompt
+PATIENCE, LONG_PATIENCE = 30.0, 600.0
+# a server that is slow for other reasons has this multiple of the time of its slowest response, if that is more
+SLOWNESS = 2.0
 REASON = "Clients retry on 5xx and wait on a hang, so one wrong request can load a server without end."
 MEANING = "Errors of clients look like failures of the server, and retries make them worse."
 # a prompt longer than the limit that servers of this model announce at most, in characters of one token or more
@@ -74,7 +77,17 @@ def _refused(name: str, calls: Sequence[ApiCall], lenient: frozenset[str] = froz
         for call in calls:
             yield from judge_refusal(call, replies, lenient=call.key in lenient)
 
-    return Check(f"limits.{name}", REASON, MEANING, [fixed(calls)], judge)
+    return Check(f"limits.{name}", REASON, MEANING, [_patient(calls)], judge)
+
+
+def _patient(calls: Sequence[ApiCall]) -> CheckStep:
+    """Return a step that waits longer for refusals if the server has been slow before."""
+
+    def plan(replies: Replies) -> list[ApiCall]:
+        slowest = max((reply.seconds for reply in replies.values() if not reply.failure), default=0.0)
+        return [replace(call, seconds=max(call.seconds or 0.0, SLOWNESS * slowest)) for call in calls]
+
+    return CheckStep(plan)
 
 
 def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> Iterator[Problem]:
@@ -85,7 +98,7 @@ def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> 
     """
     reply, name = replies[call.key], call.key.partition("/")[2]
     if reply.failure == "no answer":
-        yield Problem(f"no response to an invalid request ({name}) within {call.seconds or 0:g} s", [], call)
+        yield Problem(f"no response to an invalid request ({name}) within {reply.seconds:.0f} s", [], call)
     elif reply.failure or not reply.complete:
         yield Problem(f"the connection is closed instead of a refusal ({name})", [reply.summary], call)
     elif reply.status >= 500:
@@ -99,7 +112,8 @@ def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> 
 def _too_long(server: CheckedServer, base: Mapping[str, Any]) -> Check:
     # "a " is at most two tokens in every vocabulary, and at least one
     text = "a " * ((server.limit or LONGEST_LIMIT) + 64)
-    call = ApiCall("limits.too-long/prompt", CHAT, {**base, "messages": [{"role": "user", "content": text}]})
+    body = {**base, "messages": [{"role": "user", "content": text}]}
+    call = ApiCall("limits.too-long/prompt", CHAT, body, seconds=LONG_PATIENCE)
 
     def judge(replies: Replies) -> Iterator[Problem]:
         yield from judge_refusal(call, replies)
@@ -108,7 +122,7 @@ def _too_long(server: CheckedServer, base: Mapping[str, Any]) -> Check:
         "limits.too-long",
         "A prompt beyond the limit must be refused. Servers that cut it silently answer another question.",
         "Long conversations lose their beginning without an error.",
-        [fixed([call])],
+        [_patient([call])],
         judge,
     )
 

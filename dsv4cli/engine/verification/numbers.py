@@ -150,6 +150,8 @@ def _judge(
     for name, call in calls.items():
         if name not in found:
             yield Problem("a text is not scored", [replies[call.key].summary], call)
+    if not found:
+        return
     difference = compare_numbers(found, reference)
     if difference is None:
         yield Problem("no text is tokenized as in the reference", [f"reference: {reference.model}"])

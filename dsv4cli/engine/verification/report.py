@@ -5,7 +5,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from dsv4cli.engine.verification.calls import ApiCall
-from dsv4cli.engine.verification.check import FAMILIES, CheckResult, Problem
+from dsv4cli.engine.verification.check import FAMILIES, CheckResult, Problem, verdict_of_run
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.harmless import harmless_line, shell_word
 
@@ -38,7 +38,7 @@ def json_report(
     server: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
 ) -> dict[str, Any]:
     """Return the JSON document."""
-    verdict = "wrong" if any(result.verdict == "wrong" for result in results) else "right"
+    verdict = verdict_of_run(results)
     checks = [_record(server.url, result, keyed) for result in results]
     return {"schema": SCHEMA, "server": dict(server.record()), "verdict": verdict, **facts, "checks": checks}
 
@@ -57,6 +57,7 @@ def _record(url: str, result: CheckResult, keyed: bool) -> dict[str, Any]:
             {
                 "what": problem.what,
                 "wrong": problem.wrong,
+                "late": problem.late,
                 "evidence": list(problem.evidence),
                 "curl": None if problem.call is None else curl_of(url, problem.call, keyed),
             }
@@ -73,16 +74,18 @@ def junit_report(server: CheckedServer, results: Sequence[CheckResult], keyed: b
         if not own:
             continue
         failures = sum(result.verdict == "wrong" for result in own)
+        errors = sum(result.verdict == "no answer" for result in own)
         skipped = sum(result.verdict == "skipped" for result in own)
-        suite = ElementTree.SubElement(
-            root, "testsuite", name=family, tests=str(len(own)), failures=str(failures), skipped=str(skipped)
-        )
+        counts = {"tests": len(own), "failures": failures, "errors": errors, "skipped": skipped}
+        suite = ElementTree.SubElement(root, "testsuite", {"name": family} | {k: str(v) for k, v in counts.items()})
         for result in own:
             case = ElementTree.SubElement(suite, "testcase", name=result.check.name, classname=f"dsv4.verify.{family}")
-            if result.verdict == "wrong":
-                first = next(problem for problem in result.problems if problem.wrong)
+            if result.verdict in ("wrong", "no answer"):
+                failed = result.verdict == "wrong"
+                first = next(problem for problem in result.problems if (problem.wrong if failed else problem.late))
                 text = "\n".join(_plain(server.url, result, keyed))
-                ElementTree.SubElement(case, "failure", message=harmless_line(first.what)).text = text
+                kind = "failure" if failed else "error"
+                ElementTree.SubElement(case, kind, message=harmless_line(first.what)).text = text
             elif result.verdict == "skipped":
                 ElementTree.SubElement(case, "skipped", message=harmless_line(result.check.skip))
             elif result.problems:
@@ -104,10 +107,10 @@ def markdown_report(
     server: CheckedServer, results: Sequence[CheckResult], facts: Mapping[str, Any], keyed: bool
 ) -> str:
     """Return the report as Markdown. Its second line is a badge."""
-    wrong = [result for result in results if result.verdict == "wrong"]
+    right = [result for result in results if result.verdict in ("right", "note")]
     checked = [result for result in results if result.verdict != "skipped"]
-    state = f"{len(checked) - len(wrong)}/{len(checked)}"
-    color = "red" if wrong else "brightgreen"
+    state = f"{len(right)}/{len(checked)}"
+    color = {"wrong": "red", "no answer": "lightgrey", "right": "brightgreen"}[verdict_of_run(results)]
     lines = [f"# {_cell(server.model)} on {_cell(server.url)}", ""]
     badge = f"https://img.shields.io/badge/dsv4_verify-{state.replace('/', '%2F')}-{color}"
     lines += [f"![dsv4 verify: {state} checks right]({badge})", ""]

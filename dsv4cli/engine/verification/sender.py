@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from time import monotonic
 
-from dsv4cli.engine.chat.api_client import LONGEST, ApiClient, NoAnswer, NoConnection, RawResponse
+from dsv4cli.engine.chat.api_client import BUSY, LONGEST, ApiClient, NoAnswer, NoConnection, RawResponse
 from dsv4cli.engine.chat.open_clients import OpenClients
 from dsv4cli.engine.verification.calls import ApiCall, ServerReply
 from dsv4cli.engine.verification.journal import ReplyJournal
@@ -17,7 +17,6 @@ BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)
 LONGEST_BACKOFF = 60.0
 # attempts to connect to a server that has answered before
 CONNECTIONS = 4
-BUSY = (429, 503)
 
 
 class Sender:
@@ -55,9 +54,8 @@ class Sender:
         if kept is not None:
             return kept
         reply = self._patiently(call)
-        # closing ends running requests, which says nothing about the server
-        if keep and self._journal is not None and not self._open.ended.is_set():
-            self._journal.add(call, reply)
+        if keep:
+            self.keep([call], {call.key: reply})
         return reply
 
     def send_all(
@@ -91,10 +89,15 @@ class Sender:
         return found
 
     def keep(self, calls: Iterable[ApiCall], replies: Mapping[str, ServerReply]) -> None:
-        """Write responses to the journal that `send_all` did not write."""
-        if self._journal is not None:
-            for call in calls:
-                self._journal.add(call, replies[call.key])
+        """Write responses to the journal.
+
+        None is written if one is late, or after `close`, which ends requests: that says nothing about the server.
+        """
+        found = [(call, replies[call.key]) for call in calls]
+        if self._journal is None or self._open.ended.is_set() or any(reply.late for _, reply in found):
+            return
+        for call, reply in found:
+            self._journal.add(call, reply)
 
     def close(self) -> None:
         """End all running requests."""

@@ -50,7 +50,7 @@ def _judge_hot(hot: Sequence[ApiCall], cold: Sequence[ApiCall], replies: Replies
     """
     hots, colds = _texts(hot, replies), _texts(cold, replies)
     if len(hots) == 1 and len([*readable(hot, replies)]) > 1:
-        greedy = not colds or hots <= colds
+        greedy = bool(colds) and hots <= colds
         what = f"{len(hot)} answers at temperature 2 with different seeds are the same"
         shown = [f"at 2: {one!r}" for one in hots] + [f"at 0: {one!r}" for one in colds]
         yield Problem(f"{what}, and equal the answer at temperature 0" if greedy else what, shown, hot[0], wrong=greedy)

@@ -1,12 +1,12 @@
 """Runs checks against a server, and collects their results. No torch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
 
 from dsv4cli.engine.verification.calls import ApiCall, ServerReply
-from dsv4cli.engine.verification.check import Check, CheckResult
+from dsv4cli.engine.verification.check import Check, CheckResult, Problem
 from dsv4cli.engine.verification.plan import PlannedCost, cost_of
 from dsv4cli.engine.verification.sender import Sender
 
@@ -27,11 +27,6 @@ class VerifyRun:
     replies: dict[str, ServerReply] = field(default_factory=dict)
     results: list[CheckResult] = field(default_factory=list)
     seconds: float = 0.0
-
-    @property
-    def wrong(self) -> bool:
-        """Whether a check has failed."""
-        return any(result.verdict == "wrong" for result in self.results)
 
     def cost(self, checks: Sequence[Check]) -> PlannedCost:
         """Return the cost of checks."""
@@ -70,9 +65,15 @@ class VerifyRun:
         if check.ordered:
             self.sender.keep(calls, self.replies)
         self.calls += calls
-        problems = () if check.skip else tuple(check.judge(self.replies))
+        problems = () if check.skip else tuple(map(self._excused, check.judge(self.replies)))
         figures = {} if check.skip else check.figures(self.replies)
         self.results.append(CheckResult(check, problems, len(calls), figures))
+
+    def _excused(self, problem: Problem) -> Problem:
+        """Return a problem, as no error if the server only did not answer its request in time."""
+        call = problem.call
+        reply = None if call is None or call.seconds is not None else self.replies.get(call.key)
+        return replace(problem, wrong=False, late=True) if reply is not None and reply.late else problem
 
     def answered_tokens(self) -> tuple[int, int]:
         """Return the tokens of prompts and of answers that the server reports."""

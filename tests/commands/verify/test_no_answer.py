@@ -1,0 +1,131 @@
+"""A server that is too slow or too busy is not called wrong: `no answer`, code 6. A hang on an invalid request is."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from dsv4cli.engine.verification import limits, sender
+from dsv4cli.engine.verification.calls import CHAT, ApiCall, ServerReply
+from dsv4cli.engine.verification.check import Check, Problem, fixed
+from dsv4cli.engine.verification.checked_server import CheckedServer
+from dsv4cli.engine.verification.journal import ReplyJournal
+from dsv4cli.engine.verification.limits import judge_refusal, limit_checks
+from dsv4cli.engine.verification.numbers import number_check
+from dsv4cli.engine.verification.reference import read_reference
+from dsv4cli.engine.verification.replies import unreadable
+from dsv4cli.engine.verification.sender import Sender
+from dsv4cli.engine.verification.temperature import temperature_check
+from dsv4cli.engine.verification.verify_run import VerifyRun
+from tests.support.faulty_proxy import Fault, FaultyProxy
+from tests.support.program import Program
+from tests.support.serving import served
+
+LATE = [ServerReply(0, failure="no answer", seconds=600.0), ServerReply(429), ServerReply(503)]
+CLOSED = ServerReply(0, failure="closed")
+SERVER = CheckedServer("http://x", "nano")
+STOP_TOKENS = 24  # max_tokens of replies.stop alone
+
+
+@pytest.fixture
+def dsv4(monkeypatch, capsys):
+    return Program(monkeypatch, capsys)
+
+
+def run_with(check, reply):
+    """The result of a check of which every response is the same."""
+    run = VerifyRun(Sender("http://x", "", 1, 1.0))
+    run.sender.send = lambda call, keep=True: reply
+    run.run([check], lambda done, total: None)
+    return run.results[0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "verdict"), [*((one, "no answer") for one in LATE), (CLOSED, "wrong"), (ServerReply(500), "wrong")]
+)
+def test_no_answer_in_time_is_no_error(reply, verdict):
+    calls = [SERVER.chat("replies.x/0", "hi")]
+    check = Check("replies.x", "", "", [fixed(calls)], lambda replies: unreadable(calls, replies))
+    assert run_with(check, reply).verdict == verdict
+
+
+def test_an_error_outweighs_a_missing_answer():
+    calls = [SERVER.chat("replies.x/0", "hi")]
+    problems = [Problem("an error"), *unreadable(calls, {calls[0].key: LATE[0]})]
+    check = Check("replies.x", "", "", [fixed(calls)], lambda replies: problems)
+    assert run_with(check, LATE[0]).verdict == "wrong"
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        temperature_check(SERVER, quick=False),
+        number_check(CheckedServer("http://x", "nano", echo=True), read_reference("nano"), quick=True),
+    ],
+    ids=["temperature", "numbers"],
+)
+def test_nothing_else_is_concluded_from_missing_answers(check):
+    assert run_with(check, LATE[0]).verdict == "no answer"
+
+
+def test_greedy_answers_need_one_at_temperature_0_to_be_an_error():
+    check = temperature_check(SERVER, quick=True)
+    same = ServerReply(200, json.dumps({"choices": [{"message": {"content": "a"}}]}))
+    replies = {call.key: LATE[0] if "cold" in call.key else same for call in check.steps[0].plan({})}
+    assert not any(problem.wrong for problem in check.judge(replies) if problem.call.key.partition("/")[2] == "hot-1")
+
+
+@pytest.mark.parametrize("name", ["limits.malformed", "limits.too-long"])
+def test_a_hang_on_an_invalid_request_is_an_error(name):
+    [check] = [one for one in limit_checks(SERVER, quick=True) if one.name == name]
+    result = run_with(check, ServerReply(0, failure="no answer", seconds=31.0))
+    assert result.verdict == "wrong"
+    assert "within 31 s" in result.problems[0].what
+
+
+def test_a_slow_server_has_more_time_for_refusals():
+    [check] = [one for one in limit_checks(SERVER, quick=True) if one.name == "limits.malformed"]
+    slow = {"replies.x/0": ServerReply(200, seconds=100.0), "replies.x/1": LATE[0]}
+    waits = [call.seconds for replies in ({}, slow) for call in check.steps[0].plan(replies)]
+    assert waits == [limits.PATIENCE, 200.0]
+    call = ApiCall("limits.fields/x", CHAT, {}, seconds=30.0)
+    assert next(judge_refusal(call, {call.key: LATE[0]})).wrong
+
+
+@pytest.mark.parametrize("reply", LATE)
+def test_a_missing_answer_is_requested_again_when_a_run_continues(reply, tmp_path, monkeypatch):
+    journal = ReplyJournal(tmp_path / "run.jsonl", "http://x")
+    one = Sender("http://x", "", 1, 1.0, journal)
+    monkeypatch.setattr(sender, "BACKOFF", ())
+    monkeypatch.setattr(one, "_once", lambda call, last: (reply, None))
+    call = SERVER.chat("replies.x/0", "hi")
+    assert one.send(call) == reply
+    one.keep([call, SERVER.chat("replies.x/1", "hi")], {"replies.x/0": ServerReply(200), "replies.x/1": reply})
+    assert len(journal) == 0
+    journal.close()
+
+
+def busy(passing, proxy):
+    """No capacity for requests with a text to stop at, or for the answer that the text is taken from."""
+    if passing.body.get("max_tokens") == STOP_TOKENS:
+        passing.status, passing.document = 503, {"error": {"message": "busy"}}
+
+
+def test_a_busy_server_has_code_6_and_reports_say_so(dsv4, tmp_path, monkeypatch):
+    monkeypatch.setattr(sender, "BACKOFF", ())
+    markdown, junit = tmp_path / "a.md", tmp_path / "a.xml"
+    with served() as nano, FaultyProxy(nano.port, Fault("busy", "", after=busy)).serving() as proxy:
+        words = ("verify", proxy.url, "--quick", "--only", "replies", "--json")
+        done = dsv4(*words, "--report", str(markdown), "--junit", str(junit))
+    assert done.code == 6, done.err
+    found = json.loads(done.out)
+    assert found["verdict"] == "no answer"
+    [check] = [one for one in found["checks"] if one["verdict"] == "no answer"]
+    assert (check["name"], {(one["late"], one["wrong"]) for one in check["problems"]}) == (
+        "replies.stop",
+        {(True, False)},
+    )
+    assert "-lightgrey)" in markdown.read_text()
+    [suite] = ElementTree.parse(junit).getroot()
+    assert (suite.get("errors"), suite.get("failures")) == ("1", "0")
+    assert suite.find("testcase/error").get("message") == check["problems"][0]["what"]
