@@ -13,6 +13,7 @@ from dsv4cli.commands.eval.asking import (
     ModelResults,
     ask_all,
     build_asking,
+    described,
     questions_of,
     second_results,
     stored_results,
@@ -33,7 +34,7 @@ from dsv4cli.commands.server_options import (
 from dsv4cli.errors import UsageError
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TpOpt, takes_model_options
-from dsv4cli.output import Output, counted
+from dsv4cli.output import Output
 
 FileArg = Annotated[
     str,
@@ -61,6 +62,13 @@ OutOpt = Annotated[
     ),
 ]
 LimitOpt = Annotated[int | None, typer.Option(min=1, help="Ask only the first N questions.")]
+ShardOpt = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="Ask only part I of N, which is every Nth question, to split the work over N machines.",
+    ),
+]
 ChoicesOpt = Annotated[
     Literal["likelihood", "answer"] | None,
     typer.Option(
@@ -85,6 +93,7 @@ def evaluate(
     against: AgainstOpt = None,
     out: OutOpt = None,
     limit: LimitOpt = None,
+    shard: ShardOpt = None,
     choices: ChoicesOpt = None,
     tp: TpOpt = None,
     url: AnswerUrlOpt = None,
@@ -99,12 +108,15 @@ def evaluate(
     is significantly worse. Without FILE, the model answers the 200 built-in questions.
     """
     from dsv4cli.engine.evaluation.results import is_results
-    from dsv4cli.engine.settings import check_device
+    from dsv4cli.engine.settings import WHOLE, check_device, parse_part
 
     check_device(options.device)
+    part = WHOLE if shard is None else parse_part(shard)
+    if shard is not None and against is not None:
+        raise UsageError("--against does not work with --shard", "join the parts first, and compare their results")
     options = replace(options, seed=options.seed or 0)  # the same command samples the same answers
     by_answer = (options.think != "off") if choices is None else choices == "answer"
-    given, printed = EvalOptions(file, limit, by_answer, out), Output(context.obj.colours, as_json, quiet)
+    given, printed = EvalOptions(file, limit, by_answer, out, part), Output(context.obj.colours, as_json, quiet)
     stored = against is None or is_results(Path(against))
     found: tuple[ModelResults, ModelResults | None] | None
     if check_server(context, choice := ServerChoice(url, api_key_file, concurrency)):
@@ -135,7 +147,7 @@ def _one(
     def read() -> Asking:
         asking = build_asking(job, given, questions_of(given))
         others.append(None if stored is None else stored_results(Path(stored), asking.results.questions))
-        _report_questions(job, asking)
+        _report_questions(job, given, asking)
         return asking
 
     found = _results(job, tp, started, read)
@@ -158,15 +170,14 @@ def _both(
     other, questions = replace(open_job(job.out, options), sampling=job.sampling), questions_of(given)
     first = build_asking(job, given, questions)
     second = build_asking(other, replace(given, out=second_results(given.out)), questions)
-    _report_questions(job, first)
+    _report_questions(job, given, first)
     found = _results(job, tp, False, lambda: first)
     return None if found is None else (found, _results(other, tp, False, lambda: second))
 
 
-def _report_questions(job: Job, asking: Asking) -> None:
+def _report_questions(job: Job, given: EvalOptions, asking: Asking) -> None:
     """Report which questions were read and how, and warn of text that looks like special tokens."""
-    questions = asking.results.questions
-    job.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
+    job.out.status(described(asking.results.questions, given.part))
     report_lookalikes(job.out, list(dict.fromkeys(text for one in asking.requests for text in one.lookalikes)))
 
 

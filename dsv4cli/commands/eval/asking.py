@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsv4cli.engine.evaluation.items import EvalSet
     from dsv4cli.engine.evaluation.outcome import Outcome
     from dsv4cli.engine.runtime.request import Token
+    from dsv4cli.engine.settings import Part
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class EvalOptions:
         limit: maximum number of questions; None for all.
         by_answer: whether multiple-choice questions are answered in text, not by likelihood.
         out: results file.
+        part: which of the questions to ask.
     """
 
     file: str
     limit: int | None
     by_answer: bool
     out: Path | None
+    part: "Part"
 
 
 @dataclass
@@ -76,6 +79,13 @@ def questions_of(given: EvalOptions) -> "EvalSet":
     return read_set(given.file, given.by_answer).first(given.limit)
 
 
+def described(questions: "EvalSet", part: "Part") -> str:
+    """Return the sentence on the questions that were read, and on the part that is asked."""
+    some = len([index for index in range(len(questions.items)) if part.has(index)])
+    which = f"; part {part.index} of {part.count} has {some:,}" if part.count > 1 else ""
+    return f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}{which}"
+
+
 def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
     """Build and check the requests to a model.
 
@@ -85,7 +95,7 @@ def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:
     from dsv4cli.engine.evaluation.results import ResultsFile, header_of
 
     header = header_of(job.source, questions, _settings(job, given))
-    requests = _eval_requests(job, questions, given.by_answer)
+    requests = [one for one in _eval_requests(job, questions, given.by_answer) if given.part.has(one.index)]
     if given.out is not None:
         ResultsFile(given.out, header).close()
     return Asking(requests, given.out, ModelResults(questions, header), [])

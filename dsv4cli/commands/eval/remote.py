@@ -4,7 +4,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsv4cli.commands.eval.asking import EvalOptions, ModelResults, questions_of, results_sink, stored_results
+from dsv4cli.commands.eval.asking import (
+    EvalOptions,
+    ModelResults,
+    described,
+    questions_of,
+    results_sink,
+    stored_results,
+)
 from dsv4cli.commands.server_options import OpenServer
 from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions
@@ -32,11 +39,12 @@ class RemoteEval(NamedTuple):
         from dsv4cli.engine.evaluation.results import ResultsFile
 
         questions = questions_of(given)
-        items, header = self._items(questions, given.by_answer), self._header(questions, given)
+        header = self._header(questions, given)
+        items = [item for item in self._items(questions, given.by_answer) if given.part.has(item.index)]
         if given.out is not None:
             ResultsFile(given.out, header).close()  # fails here rather than after the first answers
         others = None if stored is None else stored_results(Path(stored), questions)
-        self.out.status(f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}")
+        self.out.status(described(questions, given.part))
         results = ModelResults(questions, header)
         self._ask(items, given.out, results)
         return results, others

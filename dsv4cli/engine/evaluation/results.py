@@ -1,4 +1,7 @@
-"""The results file: a header line with the model and the settings, then one line per item. No torch."""
+"""The results file: a header line with the model and the settings, then one line per item. No torch.
+
+Files of the same evaluation can be concatenated: each part begins with the same header.
+"""
 
 import hashlib
 import json
@@ -139,6 +142,9 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
         raise _no_results(path, 1)
     outcomes: dict[int, Outcome] = {}
     for number, record in enumerate(records[1:], 2):
+        if isinstance(record, dict) and record.get("schema") == SCHEMA and {*_DECIDES} <= {*record}:
+            _check_same(header, record, path)
+            continue
         try:
             outcome = outcome_of(record)
         except ValueError:

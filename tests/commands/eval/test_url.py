@@ -84,6 +84,12 @@ def test_a_results_file_is_continued_and_compared(dsv4, server, questions, tmp_p
     assert "results of other settings: think off, now high" in done.err
 
 
+def test_a_part_asks_its_questions_only(dsv4, server, questions):
+    server.script = [Says(["4"])]
+    done = dsv4(questions, "--shard", "2/2", "--json")
+    assert (json.loads(done.out)["items"], len(server.bodies)) == (1, 1)
+
+
 def test_what_a_server_cannot_do(dsv4, questions, tmp_path, server):
     for given, reason in (
         (("--tp", "2"), "--tp cannot be combined with --url"),
