@@ -8,6 +8,7 @@ srt/layers/quantization. The values follow the cells of its cookbook for DeepSee
 from collections.abc import Iterator
 
 from dsv4cli.engine.deployment.cluster import Cluster
+from dsv4cli.engine.deployment.common_flags import ADDRESS, MACHINES, REVISION
 from dsv4cli.engine.deployment.flags import ChosenFlag, Deployment, EngineSpec, FlagRule
 from dsv4cli.engine.deployment.served_model import ServedModel
 
@@ -77,7 +78,7 @@ PARSERS = (
     ChosenFlag("--reasoning-parser", ("deepseek-v4",), "separates the reasoning from the answer"),
 )
 RULES = (
-    FlagRule("--revision", lambda d, node: d.model.revision or None, "the revision in the model's name"),
+    REVISION,
     FlagRule(
         "--served-model-name",
         lambda d, node: d.settings.names[0] if d.settings.names else d.model.label,
@@ -117,15 +118,13 @@ RULES = (
     ),
     FlagRule("--context-length", lambda d, node: d.settings.context, "context length"),
     FlagRule("--mem-fraction-static", memory_fraction, "the weights fill most of each GPU"),
-    FlagRule("--nnodes", lambda d, node: d.cluster.nodes if d.cluster.nodes > 1 else None, "number of machines"),
-    FlagRule("--node-rank", lambda d, node: node if d.cluster.nodes > 1 else None, "this machine"),
+    *MACHINES,
     FlagRule(
         "--dist-init-addr",
         lambda d, node: f"{d.settings.head}:{d.settings.head_port}" if d.cluster.nodes > 1 else None,
         "address of the first machine, and its port for the others",
     ),
-    FlagRule("--host", lambda d, node: d.settings.host if node == 0 else None, "address of the API"),
-    FlagRule("--port", lambda d, node: d.settings.port if node == 0 else None, "port of the API"),
+    *ADDRESS,
 )
 ENVIRONMENT = (
     FlagRule(

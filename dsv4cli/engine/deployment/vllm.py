@@ -7,6 +7,7 @@ layers/quantization/mxfp4.py. The values follow the recipe for DeepSeek-V4 in vl
 from collections.abc import Iterator
 
 from dsv4cli.engine.deployment.cluster import Cluster
+from dsv4cli.engine.deployment.common_flags import ADDRESS, MACHINES, REVISION
 from dsv4cli.engine.deployment.flags import ChosenFlag, Deployment, EngineSpec, FlagRule
 from dsv4cli.engine.deployment.served_model import FP8_BLOCK, ServedModel
 
@@ -59,7 +60,7 @@ PARSERS = (
     ChosenFlag("--enable-auto-tool-choice", (), "lets the model decide whether to call a tool"),
 )
 RULES = (
-    FlagRule("--revision", lambda d, node: d.model.revision or None, "the revision in the model's name"),
+    REVISION,
     FlagRule(
         "--served-model-name",
         lambda d, node: (d.settings.names or (d.model.label,)) if node == 0 else None,
@@ -87,8 +88,7 @@ RULES = (
         lambda d, node: d.settings.context or "auto",
         "context length; auto takes the longest for which memory is left",
     ),
-    FlagRule("--nnodes", lambda d, node: d.cluster.nodes if d.cluster.nodes > 1 else None, "number of machines"),
-    FlagRule("--node-rank", lambda d, node: node if d.cluster.nodes > 1 else None, "this machine"),
+    *MACHINES,
     FlagRule(
         "--master-addr",
         lambda d, node: d.settings.head if d.cluster.nodes > 1 else None,
@@ -100,8 +100,7 @@ RULES = (
         "its port for the others",
     ),
     FlagRule("--headless", lambda d, node: node > 0, "only the first machine has the API"),
-    FlagRule("--host", lambda d, node: d.settings.host if node == 0 else None, "address of the API"),
-    FlagRule("--port", lambda d, node: d.settings.port if node == 0 else None, "port of the API"),
+    *ADDRESS,
 )
 ENVIRONMENT = (
     FlagRule(
