@@ -37,6 +37,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.signatures: set[str] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports the compiler: 1.5 s
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         inputs = [x for x in args if isinstance(x, torch.Tensor)]

@@ -16,6 +16,10 @@ class Peak(TorchDispatchMode):
         self.known: set[int] = set()
         self.live = self.most = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it imports the compiler: 1.5 s
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self._count((args, kwargs), made=False)
         result = function(*args, **(kwargs or {}))

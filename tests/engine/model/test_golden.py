@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.indexer import ref as indexer_ref
-from tests.support.arithmetic import recorded_operations, same_arithmetic
+from tests.support.arithmetic import Operations, recorded_operations, same_arithmetic
 from tests.support.golden_data import (
     BLOCK_PROMPTS,
     EXPLAINED,
@@ -40,6 +40,7 @@ SPLITS = {
 }
 # another order of the softmax gives up to these (README of the recordings); a wrong rule gives 0.1 and more
 BLOCK_BOUND, ROW_BOUND = 0.03, 0.05
+OUTDATED = "the reference computes other operations: run python -m tests.support.record_arithmetic"
 # no choice among equal scores within these cases: nothing may differ with the official code's sums
 UNTIED = [
     ("tiny-flash", 1),
@@ -102,8 +103,12 @@ def test_every_block_to_the_last_bit(name, prompt, monkeypatch):
     official_sums(monkeypatch)
     monkeypatch.setattr(indexer_ref, "top_entries", topk_entries)
     net = golden(name)
+    with Operations() as operations:
+        blocks = run_recorded_blocks(net, prompt)
+    # otherwise equality would be asserted where an operation rounds differently
+    assert operations.signatures == set(recorded_operations(case_of(name, prompt, "blocks"))), OUTDATED
     bound = 0 if same_arithmetic(case_of(name, prompt, "blocks")) else BLOCK_BOUND
-    for number, (copies, theirs) in enumerate(zip(run_recorded_blocks(net, prompt), net.outputs(prompt), strict=True)):
+    for number, (copies, theirs) in enumerate(zip(blocks, net.outputs(prompt), strict=True)):
         for ours in copies:
             assert relative(ours[None], theirs[None]).item() <= bound, f"block {number}"
             assert bound or torch.equal(ours, theirs), f"block {number}"
@@ -169,15 +174,13 @@ def test_only_ties_differ_end_to_end(name, prompt, monkeypatch):
         assert (ours - theirs).abs().mean() <= most, kind
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("prompt", BLOCK_PROMPTS)
-@pytest.mark.parametrize("name", SHARE)
-def test_the_fingerprint_has_every_operation_of_the_blocks(name, prompt):
-    """Otherwise equality would be asserted where an operation rounds differently."""
-    found = operations_of(lambda: run_recorded_blocks(golden(name), prompt))
-    assert found == sorted(recorded_operations(case_of(name, prompt, "blocks"))), (
-        "the reference computes other operations: run python -m tests.support.record_arithmetic"
-    )
+@pytest.mark.slow  # test_every_block_to_the_last_bit compares the operations of the blocks
+@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("name", NETS)
+def test_the_fingerprint_has_every_operation_end_to_end(name, prompt):
+    net = golden(name)
+    found = operations_of(lambda: run_case(net, prompt, dict(net.cases)[prompt]))
+    assert found == sorted(recorded_operations(case_of(name, prompt))), OUTDATED
 
 
 def test_prompts_are_the_recorded_ones():
