@@ -83,13 +83,13 @@ class ApiClient:
         with self._response("GET", path, wait=LONGEST_WAIT) as response:
             return self._document(response)
 
-    def post(self, path: str, body: Mapping[str, Any], wait: float | None = LONGEST_WAIT) -> dict[str, Any]:
+    def post(self, path: str, body: Mapping[str, Any], *, patient: bool = False) -> dict[str, Any]:
         """Send a JSON document, and return the response document. Raises ServerError.
 
         Args:
-            wait: maximum seconds between two parts of the response, None for no limit.
+            patient: wait for the response without a limit, not LONGEST_WAIT.
         """
-        with self._response("POST", path, body, wait) as response:
+        with self._response("POST", path, body, None if patient else LONGEST_WAIT) as response:
             return self._document(response)
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[dict[str, Any], None, None]:

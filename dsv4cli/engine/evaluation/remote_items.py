@@ -133,7 +133,7 @@ def _score(client: ApiClient, body: Mapping[str, Any], start: int, end: int) -> 
     Args:
         start, end: where it begins and ends in the prompt, in characters.
     """
-    response = client.post(TEXTS, body, wait=None)
+    response = client.post(TEXTS, body, patient=True)
     try:
         found = response["choices"][0]["logprobs"]
         rows = zip(*(found[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")), strict=True)
