@@ -24,6 +24,7 @@ from dsv4cli.kernels import expert_cache, experts, gemm, hyper_connections, inde
 from dsv4cli.kernels.all_reduce import PROGRAMS, SymmetricBuffers, all_reduce, buffer_shape
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.stored_matrix import StoredMatrix
+from tests.support import no_compiler as no_compiler
 from tests.support.card import CARDS, inserted
 
 Operation = Callable[[], object]

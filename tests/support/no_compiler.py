@@ -15,4 +15,5 @@ def _left_alone(function: Any, *_: Any, **__: Any) -> Any:
 
 
 torch._dynamo = sys.modules["torch._dynamo"] = ModuleType("torch._dynamo")
+torch._dynamo.__path__ = [f"{torch.__path__[0]}/_dynamo"]  # fake tensors read its settings
 torch._dynamo.disable = _left_alone  # type: ignore[attr-defined]

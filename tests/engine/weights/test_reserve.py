@@ -42,15 +42,25 @@ CASES = [
 CAPTURED = [("flash", 2048, 8192, 1), ("flash", 4096, FAR, 2), ("flash-0731", 4096, 8192, 4), ("pro", 4096, FAR, 8)]
 
 
+# by default each preset, with one rank and several, the longest context, and captured steps of both kinds
+FEW = [CASES[0], CASES[5], CASES[7], CAPTURED[1], CAPTURED[2]]
+
+
+def few_of(cases):
+    return [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in cases]
+
+
 @pytest.fixture(scope="module")
-def peaks():
+def peaks(request):
     """The most that the tensors of each case take; of a captured step also what its output keeps."""
-    words = [",".join(map(str, case)) for case in [*CASES, *((*case, "captured") for case in CAPTURED)]]
+    named = {item.callspec.params["case"] for item in request.session.items if "peaks" in item.fixturenames}
+    cases = [case for case in [*CASES, *CAPTURED] if case in named]
+    words = [",".join(map(str, (*case, "captured") if case in CAPTURED else case)) for case in cases]
     found = json.loads(output_of("-m", "tests.support.dry_peaks", *words, TRITON_INTERPRET=None))
-    return dict(zip([*CASES, *CAPTURED], found, strict=True))
+    return dict(zip(cases, found, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", few_of(CASES), ids=str)
 def test_the_tensors_of_a_step(peaks, case):
     name, chunk, place, ranks = case
     (found,) = reserves(CONFIGS[name], Formats(), Workload(place + chunk, 1, chunk), ranks)
@@ -59,7 +69,7 @@ def test_the_tensors_of_a_step(peaks, case):
     assert peaks[case] <= estimate <= 1.16 * peaks[case]
 
 
-@pytest.mark.parametrize("case", CAPTURED, ids=str)
+@pytest.mark.parametrize("case", few_of(CAPTURED), ids=str)
 def test_the_tensors_of_captured_steps(peaks, case):
     """Those of the largest, with its output, and the outputs of the others."""
     name, rows, longest, ranks = case
