@@ -114,14 +114,17 @@ def test_a_banned_phrase_is_found():
 
 
 def test_no_name_is_banned():
+    # most files have no such word at all
+    word = re.compile("|".join(NAMES | DEFINED))
+    suspects = {file: tree for file, tree in trees().items() if word.search((ROOT / file).read_text("utf-8"))}
     classes = {
         f"{file}: {node.name}"
-        for file, tree in trees().items()
+        for file, tree in suspects.items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in NAMES
     }
     assert classes == set()
-    assert {f"{file}: {name}" for file, tree in trees().items() for name in defined(tree) if name in DEFINED} == set()
+    assert {f"{file}: {name}" for file, tree in suspects.items() for name in defined(tree) if name in DEFINED} == set()
     assert [file for file in trees() if file.rsplit("/", 1)[-1].removesuffix(".py") in FILES] == []
 
 

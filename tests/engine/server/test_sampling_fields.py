@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.support.slow import slow_except
+
 SUM = "What is 17 + 25?"
 MESSAGES = [{"role": "user", "content": SUM}]
 BODIES = {
@@ -26,13 +28,19 @@ def answer(nano, path: str, **fields) -> str:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_filters_and_penalties_are_obeyed(nano, path):
+def test_a_filter_and_a_penalty_are_obeyed(nano, path):
     greedy = answer(nano, path, temperature=0)
     assert answer(nano, path, temperature=20, top_k=1) == greedy
+    assert answer(nano, path, temperature=0, repetition_penalty=100) != greedy
+
+
+# all paths read these fields with one function
+@pytest.mark.parametrize("path", slow_except(["/v1/completions"], BODIES))
+def test_the_other_fields_are_obeyed(nano, path):
+    greedy = answer(nano, path, temperature=0)
     assert answer(nano, path, temperature=20, min_p=1) == greedy
-    penalties = {"repetition_penalty": 100}, {"frequency_penalty": 2, "presence_penalty": 2, "repetition_penalty": 0.01}
-    for fields in penalties:
-        assert answer(nano, path, temperature=0, **fields) != greedy
+    penalties = {"frequency_penalty": 2, "presence_penalty": 2, "repetition_penalty": 0.01}
+    assert answer(nano, path, temperature=0, **penalties) != greedy
 
 
 def test_a_repetition_penalty_changes_what_follows_an_echo(nano):
