@@ -96,7 +96,9 @@ class Tokenizer:
         from tokenizers import Tokenizer as Backend
 
         vocabulary = [*tokens.SPECIAL[:FIRST_BYTE], *BYTE_CHARACTERS, *tokens.SPECIAL[FIRST_BYTE:]]
-        backend = Backend(models.BPE(vocab={text: id for id, text in enumerate(vocabulary)}, merges=[]))
+        # no cache of words: a word is a whole text here, and the cache would keep 10,000 of them
+        ids = {text: id for id, text in enumerate(vocabulary)}
+        backend = Backend(models.BPE(vocab=ids, merges=[], cache_capacity=0))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in tokens.SPECIAL])

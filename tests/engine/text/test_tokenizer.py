@@ -96,6 +96,28 @@ def test_import_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs mallinfo2 of glibc")
+def test_the_byte_vocabulary_keeps_no_texts() -> None:
+    code = """
+import ctypes
+from dsv4cli.engine.text.tokenizer import Tokenizer
+class Info(ctypes.Structure):
+    _fields_ = [(str(n), ctypes.c_size_t) for n in range(10)]
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Info
+def in_use():  # uordblks
+    return getattr(mallinfo2(), "7")
+one = Tokenizer.byte_level()
+one.encode_plain("a")
+before = in_use()
+for n in range(1000):
+    one.encode_plain(f"a text of its own, {n}")
+print(in_use() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100_000  # a cache of words takes 500 bytes for each
+
+
 def test_official_file_is_the_recorded_one() -> None:
     assert hashlib.sha256(official_file().read_bytes()).hexdigest() == OFFICIAL_SHA256
 
