@@ -5,7 +5,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
@@ -130,29 +130,33 @@ def _print(
 def _run(out: Output, plan: "DeploymentPlan", command: Sequence[str], wanted: EngineOptions, listen: Listen) -> None:
     """Run this machine's server until it ends or a signal arrives."""
     from dsv4cli.commands.serve.engine_process import EngineProcess, key_options, wait_until_ready
+    from dsv4cli.engine.system.ending import signals_held
 
     node, title = wanted.node_rank or 0, plan.engine.name
     variables = {one.name: one.values[0] for one in plan.environment(node)}
-    with key_options(_keys(listen.key_file, plan) if node == 0 else (), plan.engine.many_keys) as more:
-        words = [*command, *plan.arguments(node), *more]
+    keys = _keys(listen.key_file, plan) if node == 0 else ()
+    with ExitStack() as ending:
+        words = [*command, *plan.arguments(node), *ending.enter_context(key_options(keys, plan.engine.many_keys))]
         out.status(f"starting {plan.shell_line(node, command)}")
-        try:
-            process = EngineProcess(words, variables, _log_to(out))
-        except OSError as error:
-            raise UsageError(f"{command[0]} cannot be started: {error.strerror}", "correct --engine-python") from None
-        with _ended(out, process, listen.grace):
-            if node == 0:
-                taken = wait_until_ready(
-                    process, listen.url, wanted.ready_timeout, title,
-                    lambda seconds: out.status(f"{title} has been loading for {duration_text(seconds)}"),
-                )  # fmt: skip
-                out.status(f"{title} is ready after {duration_text(taken)}; press Ctrl-C to stop")
-                out.line(listen.url)
-                if not wanted.no_verify:
-                    _verify(out, plan, listen)
-            while not process.wait(PAUSE):
-                pass
-            raise process.failure(title)
+        with signals_held():
+            try:
+                process = EngineProcess(words, variables, _log_to(out))
+            except OSError as error:
+                what = f"{command[0]} cannot be started: {error.strerror}"
+                raise UsageError(what, "correct --engine-python") from None
+            ending.enter_context(_ended(out, process, listen.grace))
+        if node == 0:
+            taken = wait_until_ready(
+                process, listen.url, wanted.ready_timeout, title,
+                lambda seconds: out.status(f"{title} has been loading for {duration_text(seconds)}"),
+            )  # fmt: skip
+            out.status(f"{title} is ready after {duration_text(taken)}; press Ctrl-C to stop")
+            out.line(listen.url)
+            if not wanted.no_verify:
+                _verify(out, plan, listen)
+        while not process.wait(PAUSE):
+            pass
+        raise process.failure(title)
 
 
 def _keys(file: Path | None, plan: "DeploymentPlan") -> tuple[str, ...]:

@@ -26,6 +26,26 @@ def end_with_parent(parent: int) -> None:
 
 
 @contextmanager
+def signals_held() -> Iterator[None]:
+    """Hold back SIGINT, SIGTERM and SIGHUP until the block ends, in the main thread. Ignored signals stay ignored.
+
+    Python's handlers run between any two instructions: one that raises would lose what the block has started.
+    """
+    held: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    taken = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in taken:
+        signal.signal(number, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+        for number in held:
+            signal.raise_signal(number)
+
+
+@contextmanager
 def ends_soon(leaving: Callable[[int], None]) -> Iterator[None]:
     """Make SIGINT and SIGTERM end the process soon, even while the main thread is blocked in C code.
 

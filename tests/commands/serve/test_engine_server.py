@@ -240,6 +240,22 @@ def test_sigterm_ends_the_engine(program, tmp_path):
     assert gone(int(pid.read_text("utf-8")))
 
 
+def test_a_signal_during_the_start_ends_the_engine(program, tmp_path, monkeypatch):
+    python, pids = stand_in(tmp_path, f"exec {FOREVER}"), []
+    start = engine_process.EngineProcess.__init__
+
+    def starts(self, *given):
+        start(self, *given)
+        pids.append(self.pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(engine_process.EngineProcess, "__init__", starts)
+    done = serve(program, "--engine-python", python, "--port", "9")
+    assert done.code == 143
+    assert "running answers have 30 s to finish" in done.err
+    assert all(map(gone, pids))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_signals_end_the_engine_and_all_that_it_started(number, code, tmp_path):
