@@ -102,6 +102,9 @@ def follow(context: typer.Context, leader: int, device: str, port: int, rank: in
     from dsv4cli.engine.system.ending import end_with_parent
 
     end_with_parent(leader)
+    # service managers signal every process; the leader finishes its answers, which need this rank, and then ends it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     import torch
 
     from dsv4cli.engine.parallel.processes import RendezvousAddress, joined

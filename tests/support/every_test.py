@@ -7,6 +7,7 @@ And the backends: a test with the fixture `backend` runs in plain PyTorch and in
 import ctypes
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -25,6 +26,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
 # of the workers and programs that are started from here: threads that wait for each other leave the core to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# under nohup, the programs would ignore SIGHUP as this process does; what a handler ignores, they do not inherit
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 # programs of tests begin as this process does here: with torch, without what the tests import
 from tests.support import forked as forked  # noqa: E402
 

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from dsv4cli.errors import UsageError
@@ -33,6 +35,16 @@ class HangUp:
         self._ends = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
         self._terminal = _has_terminal()
         self.wanted = self._ends or file is not None
+
+    def stand_by(self) -> None:
+        """Handle the signal until the event loop does, if there is a key file: a model may take minutes to load."""
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.handle():
+                sys.exit(128 + number)
+
+        if self._file is not None:
+            signal.signal(signal.SIGHUP, handle)
 
     def handle(self) -> bool:
         """Reread the keys, if that is what the signal means. Return True if the server is to stop instead."""

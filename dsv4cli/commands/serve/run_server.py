@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
+from threading import Event
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,13 @@ from dsv4cli.commands.job import Clients, Job
 from dsv4cli.commands.ranks import left_by, opened_in_ranks
 from dsv4cli.commands.serve.access import Address
 from dsv4cli.commands.serve.hang_up import HangUp
-from dsv4cli.errors import Dsv4Error
+from dsv4cli.errors import Dsv4Error, RankLost
 from dsv4cli.output import Output, ReaderGone, duration_text
 
 if TYPE_CHECKING:
     from dsv4cli.engine.model.transformer import Transformer
     from dsv4cli.engine.runtime.engine import Engine
+    from dsv4cli.engine.server.async_engine import AsyncEngine
     from dsv4cli.engine.server.build import ServeOptions
     from dsv4cli.engine.server.guard import Guard
     from dsv4cli.engine.server.http import HttpServer
@@ -132,7 +134,10 @@ class Running:
         self._out, self._policy = job.out, policy
         self._start = self._weights = start
         self._number = 0  # number of the signal that shuts the server down
+        self._clients_told = Event()  # whether all answers have ended
         self._leave = left_by(job.out)
+        self._hang_up = HangUp(policy.key_file, policy.guard.accounts, self._say)
+        self._hang_up.stand_by()
 
     async def serve(self, engine: "Engine", bound: socket.socket) -> int:
         """Answer clients until a signal arrives, and return the exit code. Raises the engine's error if it fails."""
@@ -142,29 +147,41 @@ class Running:
             engine, self._policy.offer(self.job), self._log, self._confess, lambda: self._begin(bound)
         )
         self._handle_signals(server)
+        if engine.followers is not None:
+            engine.followers.say_farewell(partial(self._tell_clients, answering))
         running = asyncio.create_task(server.serve([bound]))
         ends: set[asyncio.Future[Any]] = {running, answering.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if answering.failure.done():
             server.stop()
             await asyncio.wait({running}, timeout=LAST_STEP_SECONDS)
-            raise answering.failure.result()
+            self._clients_told.set()
+            error = answering.failure.result()
+            if isinstance(error, RankLost):
+                await asyncio.Future()  # the thread that watches the ranks reports it and ends this process
+            raise error
         await running
+        self._clients_told.set()
         if not answering.close(LAST_STEP_SECONDS):
             self._leave_now()
         return 128 + self._number
+
+    def _tell_clients(self, answering: "AsyncEngine", error: RankLost) -> None:
+        """End all answers with an error, and wait until clients have received it. Called in another thread."""
+        with suppress(RuntimeError):  # the event loop has ended, and so have all answers
+            answering.fail(error)
+        self._clients_told.wait(2 * LAST_STEP_SECONDS)
 
     def _handle_signals(self, server: "HttpServer") -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._end, number, server)
-        hang_up = HangUp(self._policy.key_file, self._policy.guard.accounts, self._say)
 
         def end_or_reread() -> None:
-            if hang_up.handle():
+            if self._hang_up.handle():
                 self._end(signal.SIGHUP, server)
 
-        if hang_up.wanted:
+        if self._hang_up.wanted:
             loop.add_signal_handler(signal.SIGHUP, end_or_reread)
 
     def _note_weights(self) -> None:

@@ -35,6 +35,9 @@ class Followers:
     def rest(self) -> None:
         """Mark the followers as idle, waiting for the next orders."""
 
+    def say_farewell(self, farewell: Callable[[RankLost], None]) -> None:
+        """Call `farewell` before a lost follower ends this process. Another launcher ends it without a call."""
+
     def dismiss(self) -> None:
         """Tell the followers that there are no more orders."""
         self.send_orders(None)
@@ -45,7 +48,7 @@ class StartedFollowers(Followers):
 
     If a follower ends while busy (also during startup), this process exits with the same code from a separate thread,
     because the main thread may be blocked on a GPU. For a follower that was killed, `lost` is called first; any other
-    has printed its own error.
+    has printed its own error. After `say_farewell`, this also happens if a follower ends while idle.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class StartedFollowers(Followers):
         super().__init__(World())
         self._processes = processes
         self._lost, self._remedy = lost, remedy
+        self._farewell: Callable[[RankLost], None] | None = None
         self._busy, self._dismissed = True, False
         for rank, process in enumerate(processes, 1):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
@@ -74,6 +78,10 @@ class StartedFollowers(Followers):
     def rest(self) -> None:
         """Mark the followers as idle, waiting for the next orders."""
         self._busy = False
+
+    def say_farewell(self, farewell: Callable[[RankLost], None]) -> None:
+        """Call `farewell`, in another thread, before a lost follower ends this process."""
+        self._farewell = farewell
 
     def dismiss(self) -> None:
         """Tell the followers that there are no more orders."""
@@ -93,10 +101,14 @@ class StartedFollowers(Followers):
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
-        if self._busy and not self._dismissed:
-            if code <= 0:
-                self._lost(self._loss(rank, code))
-            os._exit(code if code > 0 else 1)
+        if self._dismissed or not (self._busy or self._farewell):
+            return
+        loss = self._loss(rank, code)
+        if self._farewell is not None:
+            self._farewell(loss)
+        if code <= 0:
+            self._lost(loss)
+        os._exit(code if code > 0 else 1)
 
     def _loss(self, rank: int, code: int) -> RankLost:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else "has ended"

@@ -2,10 +2,12 @@
 
 from array import array
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Protocol
 
 from dsv4cli.engine.runtime.request import ID, Request
+from dsv4cli.errors import RankLost
 
 # the name of an order and what it carries, as JSON has them
 Order = tuple[str, dict[str, Any]]
@@ -19,6 +21,9 @@ class Followers(Protocol):
 
     def rest(self) -> None:
         """Mark them as idle."""
+
+    def say_farewell(self, farewell: Callable[[RankLost], None]) -> None:
+        """Call `farewell`, in another thread, before a lost follower ends this process."""
 
 
 class Orders:

@@ -130,7 +130,7 @@ class AsyncEngine:
         self._calls: dict[Request, EngineCall] = {}
         self._last_step = perf_counter()  # the end of the last step, or when the engine got work after that
         self.failure: asyncio.Future[Exception] = self._loop.create_future()
-        self._thread = EngineThread(engine, self._deliver, self._fail, lambda text: self._say(log, text))
+        self._thread = EngineThread(engine, self._deliver, self.fail, lambda text: self._say(log, text))
         self._thread.start()
         self._gathering = Gathering(lambda: connected() - len({*self._calls.values()}), self._thread.add)
 
@@ -201,6 +201,10 @@ class AsyncEngine:
             if not self._gathering.drop(request):
                 self._thread.cancel(request)
 
+    def fail(self, error: Exception) -> None:
+        """Stop the engine: end every request with an error, and resolve `failure`. May be called from any thread."""
+        self._loop.call_soon_threadsafe(self._end_all, error)
+
     def close(self, seconds: float) -> bool:
         """Stop the thread after the current step. Return True if it stopped within `seconds`."""
         return self._thread.close(seconds)
@@ -210,9 +214,6 @@ class AsyncEngine:
 
     def _say(self, log: Callable[[str], None], text: str) -> None:
         self._loop.call_soon_threadsafe(log, text)
-
-    def _fail(self, error: Exception) -> None:
-        self._loop.call_soon_threadsafe(self._end_all, error)
 
     def _hand_out(self, updates: list[Update]) -> None:
         self._last_step = perf_counter()
@@ -227,5 +228,6 @@ class AsyncEngine:
                 self._metrics.end(update.request, "failed" if update.error else "finished")
 
     def _end_all(self, error: Exception) -> None:
-        self._hand_out([Update(request, 0.0, [], error=error, ended=True) for request in list(self._calls)])
-        self.failure.set_result(error)
+        if not self.failure.done():
+            self._hand_out([Update(request, 0.0, [], error=error, ended=True) for request in list(self._calls)])
+            self.failure.set_result(error)

@@ -34,13 +34,13 @@ def signals_held() -> Iterator[None]:
     held: list[int] = []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     taken = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
-    for number in taken:
-        signal.signal(number, lambda number, _: held.append(number))
+    for each in taken:
+        signal.signal(each, lambda number, _: held.append(number))
     try:
         yield
     finally:
-        for number, handler in taken.items():
-            signal.signal(number, handler)
+        for each, handler in taken.items():
+            signal.signal(each, handler)
         for number in held:
             signal.raise_signal(number)
 

@@ -10,6 +10,7 @@ import sys
 import termios
 import threading
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.error import HTTPError
@@ -18,6 +19,7 @@ import pytest
 
 from tests.support.forked import Forked
 from tests.support.program import ROOT, Program, gone
+from tests.support.waiting import comes
 
 SERVE = [sys.executable, "-m", "dsv4cli", "serve", "--port", "0", "--cache-memory", "64MB"]
 ENDLESS = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "max_tokens": 5000, "stream": True}
@@ -198,17 +200,58 @@ def test_two_ranks_serve_as_one_and_end_together():
     assert all(map(gone, others))
 
 
+def follower_of(process):
+    """The process of the second rank."""
+    [other] = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(other)
+
+
 @pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_server():
-    with running("--tp", "2") as (process, url):
-        [other] = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-        stream = ask(f"{url}/v1/chat/completions", ENDLESS)
-        assert stream.read(5) == b"data:"
-        os.kill(other, signal.SIGKILL)
+def test_a_rank_that_is_killed_ends_the_answers_and_the_server():
+    def whole(url):
+        try:
+            return ask(f"{url}/v1/chat/completions", {**ENDLESS, "stream": False}).status
+        except HTTPError as error:
+            return error.code, error.read()
+
+    with running("--tp", "2") as (process, url), ThreadPoolExecutor(4) as pool:
+        endless = {"prompt": "go on", **ENDLESS}
+        streams = [ask(f"{url}/v1/{path}", endless) for path in ("chat/completions", "completions")]
+        others = [pool.submit(whole, url) for _ in range(4)]
+        assert all(stream.read(5) == b"data:" for stream in streams)
+        assert comes(lambda: b"dsv4_requests_running 6.0" in ask(f"{url}/metrics").read())
+        os.kill(follower_of(process), signal.SIGKILL)
+        for stream in streams:
+            assert b'"error"' in stream.read()  # to its end: the connection is not cut off
+        for code, document in (other.result(SECONDS) for other in others):
+            assert code == 500
+            assert json.loads(document)["error"]["type"] == "server_error"
         code, lines = ended(process)
-        stream.close()
     assert code == 1
-    assert "error: rank 1 was killed by SIGKILL" in lines
+    assert lines.count("error: rank 1 was killed by SIGKILL") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_an_idle_server():
+    with running("--tp", "2") as (process, _):
+        os.kill(follower_of(process), signal.SIGKILL)
+        code, lines = ended(process)
+    assert code == 1
+    assert lines.count("error: rank 1 was killed by SIGKILL") == 1
+
+
+@pytest.mark.slow
+def test_sigterm_to_all_processes_lets_answers_finish():
+    """As a service manager sends it."""
+    with running("--tp", "2") as (process, url):
+        stream = ask(f"{url}/v1/chat/completions", {**ENDLESS, "max_tokens": 50})
+        assert stream.read(5) == b"data:"
+        for pid in (follower_of(process), process.pid):
+            os.kill(pid, signal.SIGTERM)
+        content = stream.read()
+        assert ended(process)[0] == 143
+    assert b'"finish_reason":"length"' in content
+    assert content.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(

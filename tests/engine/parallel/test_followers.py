@@ -29,8 +29,9 @@ class Started:
     [(3, 3, None), (0, 1, "rank 1 has ended"), (-signal.SIGKILL, 1, "rank 1 was killed by SIGKILL")],
 )
 @pytest.mark.parametrize("state", ["busy", "resting", "dismissed"])
-def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state):
-    process, told, left, watched = Started(code), [], [], Event()
+@pytest.mark.parametrize("polite", [False, True])
+def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state, polite):
+    process, told, said, left, watched = Started(code), [], [], [], Event()
     watch = StartedFollowers._watch
 
     def seen(*given):
@@ -41,11 +42,16 @@ def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state):
     monkeypatch.setattr(followers.os, "_exit", left.append)
     started = StartedFollowers([process], lambda error: told.append(error.message), "")
     started.world = SimpleNamespace(send_orders=lambda orders: None)
+    if polite:
+        started.say_farewell(lambda error: said.append((error.message, [*told], [*left])))
     if state == "resting":
         started.rest()
     elif state == "dismissed":
         started.dismiss()
     process.end.set()
     assert watched.wait(10)
-    assert left == ([exit_code] if state == "busy" else [])
-    assert told == ([sentence] if state == "busy" and sentence else [])
+    ends = state == "busy" or (state == "resting" and polite)
+    assert left == ([exit_code] if ends else [])
+    assert told == ([sentence] if ends and sentence else [])
+    # the farewell comes before the error is printed
+    assert said == ([(sentence or "rank 1 has ended", [], [])] if ends and polite else [])
