@@ -1,3 +1,6 @@
+import gc
+import warnings
+
 import pytest
 
 from dsv4cli.engine.server.streaming import EventStream
@@ -9,6 +12,15 @@ def nano():
     """A server that all tests of a worker share."""
     with served() as one:
         yield one
+
+
+@pytest.fixture
+def own_garbage():
+    """Collects the connections that a client has left open, so that their warnings do not fail a later test."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()
 
 
 @pytest.fixture

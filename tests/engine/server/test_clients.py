@@ -12,7 +12,7 @@ import pytest
 from dsv4cli.engine.evaluation.forms import NANO_FILE
 from tests.support.program import Program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_garbage")]
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 WEATHER = "What is the weather in Paris?"

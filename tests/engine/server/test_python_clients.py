@@ -31,7 +31,11 @@ from tests.support.client_script import (
 )  # fmt: skip
 from tests.support.scripted_engine import scripted
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the clients' own warnings
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # the clients' own warnings
+    pytest.mark.usefixtures("own_garbage"),
+]
 
 FUNCTION = {"name": "get_weather", "description": "Get the weather in a city.", "parameters": PARAMETERS}
 SCHEMA_FORM = {"type": "json_schema", "json_schema": {"name": "sum", "strict": True, "schema": SCHEMA}}

@@ -19,7 +19,7 @@ from dsv4cli.engine.text.tokens import THINK_END
 from tests.support.program import calls_block
 from tests.support.scripted_engine import scripted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_garbage")]
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
 WEATHER, REPORT = "What is the weather in Paris?", "It is 21 degrees in Paris."
