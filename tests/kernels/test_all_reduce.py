@@ -6,6 +6,7 @@ On GPUs tests/engine/parallel/test_parallel_gpu.py has them.
 import random
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -97,11 +98,11 @@ def work(rank, buffers, wrong):
         wrong[rank] += not same(y, expected)
 
 
-def work_in_shares(rank, buffers, wrong):
-    """Shares of sums and what is gathered, between sums of all rows."""
+def work_in_shares(rank, buffers, wrong, few=False):
+    """Shares of sums and what is gathered, between sums of all rows. few: every second of them."""
     symmetric = SymmetricBuffers(rank, buffers, torch.zeros(BOX[0], dtype=torch.int32))
     pauses = random.Random(rank)
-    for number in range(len(SHARED)):
+    for number in range(few, len(SHARED), 1 + few):
         parts, expected = given(number, SHARED)
         time.sleep(pauses.choice((0, 0.01)))
         own = reduce_scatter(parts[rank], expected.dtype, symmetric)
@@ -109,7 +110,7 @@ def work_in_shares(rank, buffers, wrong):
         wrong[rank] += not same(all_gather([own], len(expected), symmetric)[0], expected)
         parts, expected = given(number % 2)
         wrong[rank] += not same(all_reduce(parts[rank], expected.dtype, symmetric), expected)
-    for rows, others in GATHERED:
+    for rows, others in GATHERED[few :: 1 + few]:
         every = [numbers((rows, *shape), dtype) for shape, dtype in others]
         own = [one[share_of(rows, rank, RANKS)].clone() for one in every]
         wrong[rank] += not all(map(same, all_gather(own, rows, symmetric), every))
@@ -129,7 +130,14 @@ def same(ours, expected):
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-@pytest.mark.parametrize("work", [work, work_in_shares], ids=["all rows", "shares"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        pytest.param(work, id="all rows"),
+        pytest.param(partial(work_in_shares, few=True), id="few shares"),
+        pytest.param(work_in_shares, id="shares", marks=pytest.mark.slow),
+    ],
+)
 def test_each_rank_holds_the_sum_of_all_parts(triton_backend, work):
     if triton_backend != "interpreter":
         pytest.skip("one process has one GPU's memory")
