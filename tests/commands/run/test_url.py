@@ -1,6 +1,7 @@
 """`dsv4 run --url` against a server that says what it is told to, with all that goes wrong on the way."""
 
 import json
+from queue import Queue
 
 import pytest
 
@@ -17,9 +18,17 @@ def server():
         yield one
 
 
+class Results(Queue):
+    """Results that come, or an error: a request that nobody carries out would be waited for without end."""
+
+    def get(self):
+        return super().get(timeout=30)
+
+
 @pytest.fixture
 def dsv4(monkeypatch, capsys, server):
     monkeypatch.setattr(remote_pool, "PAUSES", (0.0,))
+    monkeypatch.setattr(remote_pool, "SimpleQueue", Results)
     program = Program(monkeypatch, capsys)
     return lambda *arguments, **more: program("run", "--url", server.url, *arguments, **more)
 
