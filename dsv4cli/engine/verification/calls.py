@@ -11,8 +11,8 @@ from dsv4cli.engine.chat.api_client import BUSY
 CHAT, COMPLETIONS, MODELS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 DATA, DONE = "data:", "[DONE]"
-# why a call has no response
-Failure = Literal["", "no answer", "closed"]
+# why a call has no response; "not sent" after several calls without an answer
+Failure = Literal["", "no answer", "closed", "not sent"]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ServerReply:
     @property
     def late(self) -> bool:
         """Whether the server did not answer in time, or had no capacity. Another attempt may succeed."""
-        return self.failure == "no answer" or self.status in BUSY
+        return self.failure in ("no answer", "not sent") or self.status in BUSY
 
     def record(self) -> dict[str, Any]:
         """Return the response as a JSON document."""
@@ -108,6 +108,8 @@ class ServerReply:
         """The response in a few words, for evidence."""
         if self.failure == "no answer":
             return f"no response within {self.seconds:.0f} s; use --timeout if the server is only slow"
+        if self.failure == "not sent":
+            return "not sent, because several requests in a row had no answer"
         if self.failure:
             return "the connection was closed without a response"
         text = self.text[:200]

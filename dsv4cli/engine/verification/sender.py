@@ -17,6 +17,8 @@ BACKOFF = (1.0, 2.0, 4.0, 8.0, 16.0)
 LONGEST_BACKOFF = 60.0
 # attempts to connect to a server that has answered before
 CONNECTIONS = 4
+# calls in a row without an answer in time after which no more are sent: each may have taken ten minutes
+GIVE_UP = 3
 
 
 class Sender:
@@ -42,10 +44,11 @@ class Sender:
         self.url = ApiClient(url, key).url
         self._key, self.concurrency, self._seconds, self._journal = key, concurrency, seconds, journal
         self.sent = 0
+        self._late = 0  # calls in a row without an answer in time
         self._lock, self._open = threading.Lock(), OpenClients()
 
     def send(self, call: ApiCall, *, keep: bool = True) -> ServerReply:
-        """Return the response to a call, from the journal if it has one.
+        """Return the response to a call, from the journal if it has one. Not sent if the server stopped answering.
 
         Raises:
             ServerError: the server does not accept connections.
@@ -53,7 +56,14 @@ class Sender:
         kept = self._journal.find(call) if self._journal is not None else None
         if kept is not None:
             return kept
+        if self._late >= GIVE_UP:
+            return ServerReply(0, failure="not sent")
         reply = self._patiently(call)
+        with self._lock:
+            if not reply.late:
+                self._late = 0
+            elif call.seconds is None:  # otherwise a hang is what the call is to find
+                self._late += 1
         if keep:
             self.keep([call], {call.key: reply})
         return reply

@@ -72,8 +72,11 @@ class VerifyRun:
     def _excused(self, problem: Problem) -> Problem:
         """Return a problem, as no error if the server only did not answer its request in time."""
         call = problem.call
-        reply = None if call is None or call.seconds is not None else self.replies.get(call.key)
-        return replace(problem, wrong=False, late=True) if reply is not None and reply.late else problem
+        reply = None if call is None else self.replies.get(call.key)
+        if call is None or reply is None or not reply.late:
+            return problem
+        hangs = call.seconds is not None and reply.failure != "not sent"
+        return problem if hangs else replace(problem, wrong=False, late=True)
 
     def answered_tokens(self) -> tuple[int, int]:
         """Return the tokens of prompts and of answers that the server reports."""

@@ -92,6 +92,30 @@ def test_a_slow_server_has_more_time_for_refusals():
     assert next(judge_refusal(call, {call.key: LATE[0]})).wrong
 
 
+def test_no_more_is_sent_to_a_server_that_stops_answering(monkeypatch):
+    one, sent = Sender("http://x", "", 1, 1.0), []
+    answers = iter([LATE[0], LATE[0], ServerReply(200), LATE[0], LATE[0], LATE[0]])
+    monkeypatch.setattr(one, "_once", lambda call, last: (sent.append(call.key) or next(answers), None))
+    calls = [SERVER.chat(f"replies.x/{number}", "hi") for number in range(9)]
+    found = one.send_all(calls, 1, lambda: None)
+    assert sent == [call.key for call in calls[:6]]
+    assert [found[call.key].failure for call in calls[6:]] == ["not sent"] * 3
+    assert "not sent" in found[calls[8].key].summary
+
+
+def test_a_hang_on_an_invalid_request_is_no_reason_to_send_no_more(monkeypatch):
+    one = Sender("http://x", "", 1, 1.0)
+    monkeypatch.setattr(one, "_once", lambda call, last: (LATE[0], None))
+    calls = [ApiCall(f"limits.x/{number}", CHAT, {}, seconds=30.0) for number in range(9)]
+    assert {reply.failure for reply in one.send_all(calls, 1, lambda: None).values()} == {"no answer"}
+
+
+def test_an_invalid_request_that_is_not_sent_is_no_error():
+    [check] = [one for one in limit_checks(SERVER, quick=True) if one.name == "limits.malformed"]
+    result = run_with(check, ServerReply(0, failure="not sent"))
+    assert (result.verdict, result.problems[0].what) == ("no answer", "an invalid request (cut) is not checked")
+
+
 @pytest.mark.parametrize("reply", LATE)
 def test_a_missing_answer_is_requested_again_when_a_run_continues(reply, tmp_path, monkeypatch):
     journal = ReplyJournal(tmp_path / "run.jsonl", "http://x")
