@@ -10,6 +10,7 @@ import pytest
 from dsv4cli.engine.chat import api_client
 from dsv4cli.engine.verification import sender
 from tests.support.chat_server import ChatServer, Says
+from tests.support.faulty_proxy import Fault, FaultyProxy
 from tests.support.program import ROOT, Program
 from tests.support.serving import served
 
@@ -54,6 +55,30 @@ def test_no_server_has_code_6(dsv4, monkeypatch):
     done = dsv4("verify", "http://127.0.0.1:9")
     assert (done.code, done.out) == (6, "")
     assert "cannot reach a server at http://127.0.0.1:9" in done.err
+
+
+def busy(passing, proxy):
+    """No capacity for a conversation with a system message."""
+    if any(one["role"] == "system" for one in passing.body.get("messages") or ()):
+        passing.status, passing.document = 503, {"error": {"message": "busy"}}
+
+
+def test_a_busy_server_has_code_6_and_reports_say_so(dsv4, nano, tmp_path, monkeypatch):
+    monkeypatch.setattr(sender, "BACKOFF", ())
+    markdown, junit = tmp_path / "a.md", tmp_path / "a.xml"
+    with FaultyProxy(nano.port, Fault("busy", "", after=busy)).serving() as proxy:
+        words = ("verify", proxy.url, "--quick", "--only", "encoding", "--json")
+        done = dsv4(*words, "--report", str(markdown), "--junit", str(junit))
+    assert done.code == 6, done.err
+    found = json.loads(done.out)
+    assert found["verdict"] == "no answer"
+    late = [one for one in found["checks"] if one["verdict"] == "no answer"]
+    assert late[0]["name"] == "encoding.system"
+    assert {(one["late"], one["wrong"]) for check in late for one in check["problems"]} == {(True, False)}
+    assert "-lightgrey)" in markdown.read_text()
+    [suite] = ElementTree.parse(junit).getroot()
+    assert (suite.get("errors"), suite.get("failures")) == (str(len(late)), "0")
+    assert suite.find("testcase/error").get("message") == late[0]["problems"][0]["what"]
 
 
 @pytest.mark.parametrize(
