@@ -1,5 +1,7 @@
 """GGUF's tensor types: sizes and values of the `gguf` package, bit for bit, in NumPy and in PyTorch."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -97,6 +99,20 @@ def test_a_block_with_a_scale_that_is_not_finite_is_found(name):
                 assert [tuple(map(int, at)) for at in np.argwhere(np.asarray(found))] == [(2, 1)]
 
 
+@pytest.mark.parametrize("name", sorted(DECODED))
+def test_rows_by_field_hold_each_field_of_all_blocks_together(name):
+    kind, rows = types.TYPES[name], random_rows(name, 5, 3, seed=1)
+    # the offset of a byte in its row
+    places = np.arange(3 * kind.nbytes).reshape(3, kind.nbytes)
+    ends = [*kind.fields, kind.nbytes]
+    expected = np.concatenate([places[:, start:end].ravel() for start, end in pairwise(ends)])
+    for given in (rows, torch.from_numpy(rows)):
+        found = types.by_field(name, given)
+        np.testing.assert_array_equal(found, rows[:, expected])
+        np.testing.assert_array_equal(types.by_block(name, found), rows)
+    assert types.by_field(name, torch.from_numpy(rows).view(5, 1, -1)).shape == (5, 1, 3 * kind.nbytes)
+
+
 @pytest.mark.parametrize("name", ["IQ2_XXS", "Q4_K"])
 def test_rows_may_be_a_view_at_any_offset(name):
     rows = random_rows(name, 6, 2, seed=3)
@@ -111,7 +127,7 @@ def test_linears_multiply_by_the_values_of_blocks(name):
     kind = types.TYPES[name]
     columns = 512
     rows = torch.from_numpy(random_rows(name, 70, columns // kind.values, seed=2, scale=0.01))
-    matrix = BlockMatrix.of(rows, name)
+    matrix = BlockMatrix.of_blocks(rows, name)
     values = torch.from_numpy(theirs(name, rows.numpy())).double()
     assert matrix.block_type == name
     assert torch.equal(matrix.values().double(), values)
@@ -121,7 +137,7 @@ def test_linears_multiply_by_the_values_of_blocks(name):
         # 512 products summed in fp32
         bound = 512 * 2**-24 * (x.abs().double() @ values.abs().T)
         assert ((gemm.linear(x, matrix).double() - exact).abs() <= bound).all()
-        grouped = gemm.grouped_linear(x.view(tokens, 2, -1).repeat(1, 1, 2), BlockMatrix.of(rows, name))
+        grouped = gemm.grouped_linear(x.view(tokens, 2, -1).repeat(1, 1, 2), BlockMatrix.of_blocks(rows, name))
         assert grouped.shape == (tokens, 2, 35)
 
 
@@ -130,7 +146,7 @@ def test_experts_multiply_by_the_values_of_blocks(up, down):
 
     def stack(name, seed):
         rows = random_rows(name, 3 * 256, 256 // types.TYPES[name].values, seed, scale=0.02)
-        return BlockMatrix.of(torch.from_numpy(rows).view(3, 256, -1), name)
+        return BlockMatrix.of_blocks(torch.from_numpy(rows).view(3, 256, -1), name)
 
     blocks = ExpertWeights(stack(up, 1), stack(down, 2), stack(up, 3))
     wide = ExpertWeights(*(StoredMatrix(one.values()) for one in blocks.matrices))

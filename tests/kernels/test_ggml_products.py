@@ -23,7 +23,7 @@ gpu = [pytest.param(*one, marks=pytest.mark.gpu) for one in [("IQ2_XXS", "Q2_K")
 def blocks(kind: str, *shape: int, seed: int = 1, scale: float | None = 0.02) -> BlockMatrix:
     *stack, columns = shape
     rows = random_rows(kind, torch.Size(stack).numel(), columns // TYPES[kind].values, seed, scale)
-    return BlockMatrix.of(torch.from_numpy(rows).view(*stack, -1).to(torch.get_default_device()), kind)
+    return BlockMatrix.of_blocks(torch.from_numpy(rows).view(*stack, -1).to(torch.get_default_device()), kind)
 
 
 @pytest.mark.parametrize("kind", [*HOT, *slow(*OTHERS)])

@@ -18,7 +18,7 @@ from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, damaged_blocks
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field, damaged_blocks
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -63,7 +63,7 @@ def _copy(
         if tensor.shape != destination.shape or tensor.dtype != destination.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise CheckpointError(f"{spec.name} is {found}, expected {destination.dtype} {list(destination.shape)}")
-        destination.copy_(tensor)
+        destination.copy_(by_field(BLOCK_DTYPES[spec.dtype], tensor) if spec.dtype in BLOCK_DTYPES else tensor)
         if spec.is_scale:
             scales.append((spec, no_scales(spec.dtype, tensor.reshape(-1).view(torch.uint8)).any()))
         nbytes = tensor.nbytes

@@ -1,4 +1,4 @@
-"""Fill a model's parameters from GGUF files: blocks are read as they are, all other tensors are decoded."""
+"""Fill a model's parameters from GGUF files: blocks are kept, by field; all other tensors are decoded."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -28,7 +28,7 @@ from dsv4cli.engine.weights.fill import (
     no_scales,
 )
 from dsv4cli.engine.weights.read import stored
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field
 
 # threads that decode; each holds 1 MiB of rows and their values
 DECODERS = 8
@@ -78,7 +78,7 @@ def _jobs(
 
 
 def _copy_blocks(model: GgufStoredModel, spec: TensorSpec, destination: torch.Tensor) -> Arrived:
-    blocks = torch.from_numpy(model.read_blocks(spec))
+    blocks = torch.from_numpy(by_field(BLOCK_DTYPES[spec.dtype], model.read_blocks(spec)))
     destination.copy_(blocks)
     return spec.name, blocks.nbytes
 

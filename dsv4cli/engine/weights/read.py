@@ -32,7 +32,7 @@ from dsv4cli.engine.weights.fill import (
 )
 from dsv4cli.engine.weights.staging import Staging
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field
 
 THREADS = 8
 # bytes that a thread reads in one job, and the size of a staging buffer
@@ -80,7 +80,10 @@ class TensorRows:
         return rows[self.first : self.first + self.count, self.inside : self.inside + self.width]
 
     def read(self, files: Files, into: Bytes) -> None:
-        """Read the piece into uint8 [count, width]. Raises CheckpointError for a truncated file or an invalid scale."""
+        """Read the piece into uint8 [count, width], GGUF blocks by field.
+
+        Raises CheckpointError for a truncated file or an invalid scale.
+        """
         if self.width == self.stride and into.flags.c_contiguous:
             files.read(self.info, self.begin, into.reshape(-1).data)
         else:
@@ -92,6 +95,8 @@ class TensorRows:
             raise damaged_scale(self.spec)
         if self.spec.dtype in BLOCK_DTYPES:
             check_blocks(self.spec, into)
+            assert self.width == self.row, self.spec.name
+            into[:] = by_field(BLOCK_DTYPES[self.spec.dtype], into)
 
     def _read_columns(self, files: Files, into: Bytes) -> None:
         """Read whole rows, trimmed before the first and after the last byte of the piece, and keep its columns."""

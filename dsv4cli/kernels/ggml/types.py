@@ -5,9 +5,10 @@ Source: ggml.h (ggml_type) and ggml-common.h (the blocks).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from dsv4cli.kernels.ggml import blocks
-from dsv4cli.kernels.ggml.arrays import Array
+from dsv4cli.kernels.ggml.arrays import Array, joined
 
 # exponent bits of an fp16 number, in its second byte: all ones in NaN and infinity
 HALF_EXPONENT = 0x7C
@@ -25,6 +26,7 @@ class BlockType:
         decoder: uint8 [..., blocks, nbytes] -> fp32 [..., blocks, values]; None if dsv4 cannot decode the type.
         halves: offsets of the block's fp16 scales.
         e8m0: whether the first byte of a block is an e8m0 scale.
+        fields: offsets of the block's fields that kernels read, the first at 0; see `by_field`.
     """
 
     number: int
@@ -33,6 +35,7 @@ class BlockType:
     decoder: Callable[[Array], Array] | None = None
     halves: tuple[int, ...] = ()
     e8m0: bool = False
+    fields: tuple[int, ...] = (0,)
 
     @property
     def has_scales(self) -> bool:
@@ -44,22 +47,22 @@ TYPES = {
     "F32": BlockType(0, 1, 4, blocks.f32),
     "F16": BlockType(1, 1, 2, blocks.f16),
     "BF16": BlockType(30, 1, 2, blocks.bf16),
-    "Q4_0": BlockType(2, 32, 18, blocks.q4_0, (0,)),
-    "Q5_0": BlockType(6, 32, 22, blocks.q5_0, (0,)),
-    "Q8_0": BlockType(8, 32, 34, blocks.q8_0, (0,)),
-    "Q2_K": BlockType(10, 256, 84, blocks.q2_k, (80, 82)),
-    "Q3_K": BlockType(11, 256, 110, blocks.q3_k, (108,)),
-    "Q4_K": BlockType(12, 256, 144, blocks.q4_k, (0, 2)),
-    "Q5_K": BlockType(13, 256, 176, blocks.q5_k, (0, 2)),
-    "Q6_K": BlockType(14, 256, 210, blocks.q6_k, (208,)),
-    "IQ2_XXS": BlockType(16, 256, 66, blocks.iq2_xxs, (0,)),
-    "IQ2_XS": BlockType(17, 256, 74, blocks.iq2_xs, (0,)),
-    "IQ2_S": BlockType(22, 256, 82, blocks.iq2_s, (0,)),
-    "IQ3_XXS": BlockType(18, 256, 98, blocks.iq3_xxs, (0,)),
-    "IQ3_S": BlockType(21, 256, 110, blocks.iq3_s, (0,)),
-    "IQ4_NL": BlockType(20, 32, 18, blocks.iq4_nl, (0,)),
-    "IQ4_XS": BlockType(23, 256, 136, blocks.iq4_xs, (0,)),
-    "MXFP4": BlockType(39, 32, 17, blocks.mxfp4, e8m0=True),
+    "Q4_0": BlockType(2, 32, 18, blocks.q4_0, (0,), fields=(0, 2)),
+    "Q5_0": BlockType(6, 32, 22, blocks.q5_0, (0,), fields=(0, 2, 6)),
+    "Q8_0": BlockType(8, 32, 34, blocks.q8_0, (0,), fields=(0, 2)),
+    "Q2_K": BlockType(10, 256, 84, blocks.q2_k, (80, 82), fields=(0, 16, 80)),
+    "Q3_K": BlockType(11, 256, 110, blocks.q3_k, (108,), fields=(0, 32, 96, 108)),
+    "Q4_K": BlockType(12, 256, 144, blocks.q4_k, (0, 2), fields=(0, 4, 16)),
+    "Q5_K": BlockType(13, 256, 176, blocks.q5_k, (0, 2), fields=(0, 4, 16, 48)),
+    "Q6_K": BlockType(14, 256, 210, blocks.q6_k, (208,), fields=(0, 128, 192, 208)),
+    "IQ2_XXS": BlockType(16, 256, 66, blocks.iq2_xxs, (0,), fields=(0, 2)),
+    "IQ2_XS": BlockType(17, 256, 74, blocks.iq2_xs, (0,), fields=(0, 2, 66)),
+    "IQ2_S": BlockType(22, 256, 82, blocks.iq2_s, (0,), fields=(0, 2, 34, 66, 74)),
+    "IQ3_XXS": BlockType(18, 256, 98, blocks.iq3_xxs, (0,), fields=(0, 2, 66)),
+    "IQ3_S": BlockType(21, 256, 110, blocks.iq3_s, (0,), fields=(0, 2, 66, 74, 106)),
+    "IQ4_NL": BlockType(20, 32, 18, blocks.iq4_nl, (0,), fields=(0, 2)),
+    "IQ4_XS": BlockType(23, 256, 136, blocks.iq4_xs, (0,), fields=(0, 2, 4, 8)),
+    "MXFP4": BlockType(39, 32, 17, blocks.mxfp4, e8m0=True, fields=(0, 1)),
     "I32": BlockType(26, 1, 4),
     # known by size only
     "F64": BlockType(28, 1, 8), "I8": BlockType(24, 1, 1), "I16": BlockType(25, 1, 2), "I64": BlockType(27, 1, 8),
@@ -88,6 +91,29 @@ def row_bytes(name: str, columns: int) -> int:
     kind = TYPES[name]
     assert columns % kind.values == 0, (name, columns)
     return columns // kind.values * kind.nbytes
+
+
+def by_field(name: str, rows: Array) -> Array:
+    """Return rows of blocks, uint8 [..., bytes], with each field of all blocks of a row together (structure of arrays).
+
+    The fields keep their order. A field's bytes are then aligned as its size allows, so that kernels load 8 bytes at
+    once: blocks themselves are aligned to 2 bytes or to 1.
+    """
+    kind = TYPES[name]
+    blocks = rows.reshape(*rows.shape[:-1], -1, kind.nbytes)
+    return joined([blocks[..., field].reshape(*rows.shape[:-1], -1) for field in _fields(kind)])
+
+
+def by_block(name: str, rows: Array) -> Array:
+    """Return the rows whose `by_field` these are."""
+    kind = TYPES[name]
+    number, lead = rows.shape[-1] // kind.nbytes, rows.shape[:-1]
+    parts = [rows[..., field.start * number : field.stop * number] for field in _fields(kind)]
+    return joined([part.reshape(*lead, number, -1) for part in parts]).reshape(rows.shape)
+
+
+def _fields(kind: BlockType) -> list[slice]:
+    return [slice(*ends) for ends in pairwise((*kind.fields, kind.nbytes))]
 
 
 def decode(name: str, rows: Array) -> Array:

@@ -19,6 +19,7 @@ from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_block
 from tests.support.gguf_models import DS4, LLAMA, MIXES, write_nano
 from tests.support.oracle import logits_in_chunks
 from tests.support.slow import slow_except
@@ -73,6 +74,15 @@ def test_mxfp4_experts_are_those_of_the_release(tmp_path, as_stored):
     assert logits(load_model(FolderSource("test", path), Numerics.reference())).isfinite().all()
 
 
+def test_halves_of_the_drafters_matrix_have_its_values(tmp_path, as_stored):
+    path, values = write_nano(tmp_path, DS4, drafter="nextn")
+    model = load_model(FolderSource("test", path), Numerics.reference())
+    for name in ("mtp.0.e_proj", "mtp.0.h_proj"):
+        matrix = model.get_submodule(name).matrix
+        assert matrix.block_type == "Q8_0"
+        assert torch.equal(matrix.values(), values[f"{name}.weight"])
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
     path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "Q4_0"} | DS4)
@@ -91,8 +101,10 @@ def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
         if spec.shard is None:
             assert all(torch.equal(part[name], whole[name]) for part in parts), name
             continue
-        dim = spec.shard + (spec.expert is not None)
-        assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name]), name
+        dim, kind = spec.shard + (spec.expert is not None), BLOCK_DTYPES.get(spec.dtype)
+        rows = [part[name] if kind is None else by_block(kind, part[name]) for part in parts]
+        expected = whole[name] if kind is None else by_block(kind, whole[name])
+        assert torch.equal(torch.cat(rows, dim), expected), name
 
 
 def test_a_cut_inside_a_block_is_refused(tmp_path):

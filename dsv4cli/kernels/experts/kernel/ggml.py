@@ -27,6 +27,8 @@ from dsv4cli.kernels.rows import rows
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
+# programs for a token's experts, roughly: the sums of a token must not depend on the number of tokens
+PROGRAMS = 1024
 # most pairs in a tile that `few_products` multiplies
 FEW = 8
 # pairs in a full tile, by the most pairs per expert, on average, for which tiles have this size; MOST beyond these
@@ -94,7 +96,7 @@ def _up(x: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, routing: torch
     inner = x.new_empty(routing.numel(), count)
     shape = _shape(x, tiles.size, w1.kind, w3.kind)
     _up_kernel[(cdiv(count, shape.rows), tiles.number)](
-        x, (w1.units, w3.units), (w1.table, w3.table), tiles.row, tiles.order, tiles.start, tiles.sizes, routing, inner,
+        x, (w1.rows, w3.rows), (w1.table, w3.table), tiles.row, tiles.order, tiles.start, tiles.sizes, routing, inner,
         x.stride(0), limit, count, x.shape[1], routing.shape[1], w1.kind, w3.kind, *shape, num_warps=shape.warps,
         **overlap(x),
     )  # fmt: skip
@@ -105,7 +107,7 @@ def _down(inner: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, outputs:
     w2, count = blocks_of(weights.w2), outputs.shape[1]
     shape = _shape(inner, tiles.size, w2.kind)
     _down_kernel[(cdiv(count, shape.rows), tiles.number)](
-        inner, (w2.units,), (w2.table,), tiles.row, tiles.order, tiles.start, tiles.sizes, outputs, count,
+        inner, (w2.rows,), (w2.table,), tiles.row, tiles.order, tiles.start, tiles.sizes, outputs, count,
         inner.shape[1], w2.kind, *shape, num_warps=shape.warps, **overlap(inner),
     )  # fmt: skip
 
@@ -123,7 +125,7 @@ class Shape(NamedTuple):
 def _shape(x: torch.Tensor, size: int, *kinds: str) -> Shape:
     """Return the shape for tiles of `size` pairs."""
     if size <= FEW and all(suits_few(x, kind) for kind in kinds):
-        return Shape(ROWS, 8, *splits(x.shape[1]), few=True)
+        return Shape(ROWS, 8, *splits(x.shape[1], PROGRAMS), few=True)
     return Shape(TILE_ROWS, max(size, 16), TILE_WARPS, math.gcd(x.shape[1] // 8, TILE_OCTETS), few=False)
 
 

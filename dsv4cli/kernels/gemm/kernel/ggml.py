@@ -17,8 +17,9 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # most rows of x that are multiplied as few
 FEW = 16
-# most warps of a program for few rows, which share the columns; groups of 32 columns that each decodes at a time
-WARPS, EACH = 4, 4
+# warps of all programs for few rows together; most warps of a program, which share the columns; groups of 32 columns
+# that each loads at a time
+ALL_WARPS, WARPS, EACH = 3072, 16, 8
 # rows, warps and octets at a time of a program for many rows
 TILE_ROWS, TILE_WARPS, TILE_OCTETS = 64, 4, 8
 
@@ -59,20 +60,21 @@ def suits_few(x: torch.Tensor, kind: str) -> bool:
     return x.dtype == torch.bfloat16 and bool(has_codes(kind)) and x.shape[-1] % GROUP == 0
 
 
-def splits(width: int) -> tuple[int, int]:
-    """Return warps and groups at a time for rows of this width."""
-    groups = width // GROUP
-    warps = math.gcd(groups, WARPS)
+def splits(width: int, programs: int) -> tuple[int, int]:
+    """Return the warps of each of this many programs, and groups at a time, for rows of this width."""
+    groups, warps = width // GROUP, WARPS
+    while warps > 1 and (programs * warps > ALL_WARPS or groups % warps):
+        warps //= 2
     return warps, math.gcd(groups // warps, EACH)
 
 
 def _multiply_few(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks, torch.Tensor]]) -> None:
-    (tokens, groups, width), numbers = x.shape, tuple(y.shape[-1] for _, y in pairs)
-    (warps, each), starts = splits(width), [0]
+    (tokens, groups, width), numbers, starts = x.shape, tuple(y.shape[-1] for _, y in pairs), [0]
     for n in numbers:
         starts.append(starts[-1] + cdiv(n, ROWS))
+    warps, each = splits(width, groups * starts[-1])
     _few[(starts[-1], groups)](
-        x, tuple(blocks.units for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
+        x, tuple(blocks.rows for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
         x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, 8 if tokens <= 8 else 16, warps, each,
         num_warps=warps, **overlap(x),
     )  # fmt: skip
@@ -82,7 +84,7 @@ def _multiply_many(x: torch.Tensor, blocks: KernelBlocks, y: torch.Tensor) -> No
     tokens, groups, width = x.shape
     rows, together = y.shape[-1], 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     _many[(cdiv(tokens, together), cdiv(rows, TILE_ROWS), groups)](
-        x, blocks.units, blocks.table, y, tokens, x.stride(0), x.stride(1), rows, width, blocks.kind, TILE_ROWS,
+        x, blocks.rows, blocks.table, y, tokens, x.stride(0), x.stride(1), rows, width, blocks.kind, TILE_ROWS,
         together, math.gcd(width // 8, TILE_OCTETS), num_warps=TILE_WARPS,
     )  # fmt: skip
 

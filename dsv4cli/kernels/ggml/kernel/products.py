@@ -1,23 +1,16 @@
 """Products with GGUF blocks that are decoded in registers, on tensor cores.
 
 For few tokens, a thread decodes the columns that the tensor core's operand expects of it, in another order: of 32
-columns, thread t of four has those of octet t. The inputs are loaded in the same order. Codes become subnormal bf16
-numbers, code * 2 ** -133, with a byte each for the magnitude and the sign; inputs are scaled up to compensate. Scales
-multiply the fp32 sums of 32 columns. For many tokens, values are split into two bf16 numbers, which together have 16 to
-17 significant bits.
+columns, thread t of four has those of octet t. The inputs are loaded in the same order. The bits of a code are those of
+a bf16 number, code * 2 ** -133; inputs are scaled up to compensate. Scales multiply the fp32 sums of 32 columns. For
+many tokens, values are split into two bf16 numbers, which together have 16 to 17 significant bits.
 """
 
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.ggml.kernel.octets import (
-    has_halves,
-    has_offset,
-    octet_values,
-    octets,
-    octets_per_block,
-    units_per_block,
-)
+from dsv4cli.kernels.ggml.kernel.fields import blocks, row_bytes, stored_words
+from dsv4cli.kernels.ggml.kernel.octets import decoded, has_halves, has_offset, octet_values
 
 # columns whose sums have one scale, and rows of the operand
 GROUP, ROWS = 32, 16
@@ -26,19 +19,10 @@ _INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(2.0**64), tl.constexpr(2.0**69)
 
 
 @triton.jit
-def _blocks(weight, row, octet, K: tl.constexpr, KIND: tl.constexpr):
-    """Return pointers to the blocks of octets in rows of a matrix with K columns, and the octets' numbers in them."""
-    PER_BLOCK: tl.constexpr = octets_per_block(KIND)
-    UNITS: tl.constexpr = units_per_block(KIND, weight.dtype.element_ty.primitive_bitwidth)
-    begin = weight + row.to(tl.int64) * (K // 8 // PER_BLOCK * UNITS)
-    return begin + octet // PER_BLOCK * UNITS, octet % PER_BLOCK
-
-
-@triton.jit
-def _pairs(magnitudes, signs):
-    """Return the codes of a word, the first with the third and the second with the fourth, as bf16 * 2 ** -133."""
-    first = magnitudes & 0x00FF00FF | (signs & 0x00800080) << 8
-    return first, magnitudes >> 8 & 0x00FF00FF | signs & -0x7FFF8000
+def _rows(weight, row, K: tl.constexpr, KIND: tl.constexpr):
+    """Return pointers to rows of a matrix with K columns."""
+    BYTES: tl.constexpr = row_bytes(KIND, K)
+    return weight + row.to(tl.int64) * BYTES
 
 
 @triton.jit
@@ -77,23 +61,18 @@ def _scaled(products, scale, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _product(weight, table, row, octet, right, K: tl.constexpr, KIND: tl.constexpr, WARPS: tl.constexpr):
+def _product(words, table, octet, right, KIND: tl.constexpr, WARPS: tl.constexpr):
     """Return the products of 32 columns per warp with a right operand [WARPS, 32, N]: fp32 [WARPS, 16, N]."""
     thread = tl.arange(0, 64 * WARPS) % 4
-    block, o = _blocks(weight, row, octet, K, KIND)
-    codes, scale, offset, offset_scale = octets(block, o, table, KIND)
-    low, high, low_signs, high_signs = codes
+    codes, scale, offset, offset_scale = decoded(words, octet, table, KIND)
+    a, b, c, d = codes
     if has_halves(KIND):
         total = tl.zeros((WARPS, 16, right.shape[2]), tl.float32)
         for half in tl.static_range(2):
-            mine = thread // 2 == half
-            a, b = _pairs(tl.where(mine, low, 0), low_signs)
-            c, d = _pairs(tl.where(mine, high, 0), high_signs)
-            part = tl.dot(_operand(a, b, c, d, WARPS), right)
+            mine = tl.where(thread // 2 == half, -1, 0)
+            part = tl.dot(_operand(a & mine, b & mine, c & mine, d & mine, WARPS), right)
             total += _scaled(part, _of_half(scale, thread, half), WARPS)
     else:
-        a, b = _pairs(low, low_signs)
-        c, d = _pairs(high, high_signs)
         total = _scaled(tl.dot(_operand(a, b, c, d, WARPS), right), scale, WARPS)
         if has_offset(KIND):
             two = offset | offset << 16
@@ -130,10 +109,21 @@ def operand_tokens(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _words(weights, row, first, start, K: tl.constexpr, KINDS: tl.constexpr, EACH: tl.constexpr):
+    """Return what is stored of EACH groups of 32 columns from group `start` on, of each matrix."""
+    found = ()
+    for i in tl.static_range(EACH):
+        for m in tl.static_range(len(weights)):
+            rows = _rows(weights[m], row, K, KINDS[m])
+            found += (stored_words(rows, first + (start + i) * 4, KINDS[m], blocks(KINDS[m], K)),)
+    return found
+
+
+@triton.jit
 def few_products(
     x,  # bf16
     offset,  # int64, where each of `operand_tokens` begins in x
-    weights,  # tuple of matrices [.., K]: first units, tables and, as constants, types
+    weights,  # tuple of matrices [.., K]: first bytes, tables and, as constants, types
     tables,
     row,  # int64, the row of all matrices for each of `operand_rows`
     K: tl.constexpr,  # a multiple of 32 * WARPS * EACH
@@ -155,13 +145,13 @@ def few_products(
     for _ in tl.static_range(len(weights)):
         sums += (tl.zeros((WARPS, 16, N), tl.float32),)
     for start in tl.range(0, GROUPS, EACH, num_stages=1):
+        words = _words(weights, row, first, start, K, KINDS, EACH)
         for i in tl.static_range(EACH):
-            right = _inputs(x, offset, first_input + (start + i) * 4, WARPS)
+            right, octet = _inputs(x, offset, first_input + (start + i) * 4, WARPS), first + (start + i) * 4
             done = ()
             for m in tl.static_range(len(weights)):
-                done += (
-                    sums[m] + _product(weights[m], tables[m], row, first + (start + i) * 4, right, K, KINDS[m], WARPS),
-                )
+                mine = words[i * len(weights) + m]
+                done += (sums[m] + _product(mine, tables[m], octet, right, KINDS[m], WARPS),)
             sums = done
     results = ()
     for m in tl.static_range(len(weights)):
@@ -186,8 +176,8 @@ def many_products(
     for start in tl.range(0, K // 8, OCTETS):
         columns = tl.load(x + place[None] + (start * 8 + tl.arange(0, WIDTH)[:, None]))
         octet = start + tl.arange(0, OCTETS)[None]
-        block, o = _blocks(weight, row[:, None], octet, K, KIND)
-        values = tl.reshape(octet_values(block, o, table, KIND), (row.shape[0], WIDTH))
+        found = octet_values(_rows(weight, row[:, None], K, KIND), octet, table, KIND, blocks(KIND, K))
+        values = tl.reshape(found, (row.shape[0], WIDTH))
         if columns.dtype == tl.bfloat16:
             high = values.to(tl.bfloat16)
             low = (values - high.to(tl.float32)).to(tl.bfloat16)
