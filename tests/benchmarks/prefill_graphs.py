@@ -92,12 +92,13 @@ def counted() -> Iterator[Counts]:
 
 
 def measure(bench: Bench, tokens: int, counts: Counts) -> tuple[list[float], list[Token]]:
-    """Seconds to the first token of each prompt that is timed, and the tokens of all answers."""
+    """Seconds to the first token of each prompt that is timed, and the tokens of their answers."""
     seconds, answers = [], list[Token]()
     for number in range(PROMPTS):
-        if number == WARM:
+        if number == WARM:  # chunks of the first prompts depend on what was timed before
             counts.replays.clear()
             counts.host.clear()
+            answers.clear()
         request = bench.request(tokens, ANSWER)
         seconds.append(first_token(bench.engine, request, answers))
         while bench.engine.busy:
