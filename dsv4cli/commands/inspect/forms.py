@@ -64,7 +64,5 @@ def _notes(forms: "list[FormFit]") -> "Iterator[str]":
     for speed in speeds[:1]:
         basis = "calibrated to measurements on it" if speed.calibrated else "by published numbers, not measured"
         yield f"Estimates for {speed.card}: {basis}. With 16 sequences, throughput is the sum over all."
-    if any(one.share and one.share.on_gpu and not one.form.estimated for one in forms):
-        yield "The speed of GGUF on a GPU is not estimated: its kernels are not yet near the memory bandwidth."
-    if not speeds and any(one.share and one.share.on_gpu and one.form.estimated for one in forms):
+    if not speeds and any(one.share and one.share.on_gpu for one in forms):
         yield "The bandwidth of these GPUs is unknown: name the card, as in --gpus 2xH100, for estimates."

@@ -13,7 +13,7 @@ from dsv4cli.engine.inspection.fit.cards import CARDS, SOURCES, card_named
 from dsv4cli.engine.inspection.fit.compare import compare_forms, forms_document, tier_of
 from dsv4cli.engine.inspection.fit.machine import parse_machine
 from dsv4cli.engine.inspection.fit.share import SharedModel
-from dsv4cli.engine.inspection.fit.speed import BY_DATA_SHEET, CALIBRATED, Speed, estimate
+from dsv4cli.engine.inspection.fit.speed import BY_DATA_SHEET, CALIBRATED, STORED, Speed, estimate
 from tests.support.conversions import run
 from tests.support.slow import slow
 
@@ -27,15 +27,17 @@ DECODE = {
     (PARTLY, "1xH200", 120, 16): 934,
     ("flash", "1xH200", 120, 1): 129,
     ("flash", "2xH200", 240, 1): 252,
-    ("flash", "2xH200", 240, 16): 1414,
+    ("flash", "2xH200", 240, 16): 1491,
     ("flash", "4xH200", 480, 1): 279,
     ("flash", "4xH200", 480, 16): 1844,
     ("flash", "1xH100", 190, 1): 26.9,
     ("pro", "4xH200", 512, 1): 27.2,
 }
+# the same for the 2-bit GGUF form on one H200; 4 for 4 bits, with 128 experts
+BLOCKS_DECODE = {(2, 1): 1000 / 8.81, (2, 16): 1024, (4, 1): 100, (4, 16): 929}
 PREFILL = {
     (PARTLY, "1xH200", 120): 19_500,
-    ("flash", "2xH200", 240): 29_461,
+    ("flash", "2xH200", 240): 29_721,
     ("flash", "4xH200", 480): 29_252,
 }
 
@@ -44,7 +46,7 @@ def speed(name: str, gpus: str, ram: int, batch: int) -> Speed:
     machine = parse_machine(gpus, f"{ram}GB")
     model = SharedModel(parse_config(MODELS[name], name), Formats(), machine.host)
     share = model.share(machine.gpus, 4096, batch)
-    found = estimate(model.config, model.sizes(len(machine.gpus)), share, [batch])
+    found = estimate(model.config, model.sizes(len(machine.gpus)), share, [batch], STORED)
     assert found is not None
     return found
 
@@ -120,15 +122,30 @@ def test_two_bits_fit_where_the_release_does_not():
     assert sizes == pytest.approx([159.6, 168.3, 164.6, 86.7], rel=0.04)
 
 
-def test_forms_whose_kernels_are_slower_than_their_bytes_have_no_estimate():
+@pytest.mark.parametrize("bits", [2, *slow(4)])
+def test_blocks_are_within_a_quarter_of_what_was_measured(bits):
+    config = parse_config(FLASH | {"n_routed_experts": 256 if bits == 2 else 128}, "flash")
+    forms = compare_forms("flash", config, parse_machine("1xH200", "128GB"), context=4096)
+    [found] = [one.speed for one in forms if one.form.name == f"{bits}-bit GGUF"]
+    for batch in (1, 16):
+        low, high = found.decode[batch].low, found.decode[batch].high
+        assert low <= BLOCKS_DECODE[bits, batch] <= high, batch
+        assert abs(low / CALIBRATED[0] / BLOCKS_DECODE[bits, batch] - 1) < 0.25
+    if bits == 2:
+        assert abs(found.prefill.low / CALIBRATED[0] / 4291 - 1) < 0.25
+
+
+def test_every_form_on_known_gpus_has_an_estimate():
     forms = compare_forms("flash", SMALL, parse_machine("2xH200", "64GB"), context=4096)
     found = forms_document(forms)
     assert [one["form"] for one in found] == ["official", "NVFP4", "4-bit GGUF", "2-bit GGUF"]
-    assert [one["estimate"] is None for one in found] == [False, False, True, True]
+    assert all(one["estimate"] for one in found)
+    assert found[3]["estimate"]["decode"][1]["high"] < found[0]["estimate"]["decode"][1]["high"]
     assert all((one["fits"], one["tier"], one["devices"]) == (True, "gpu", ["cuda:0"]) for one in found)
     assert found[2]["bytes"] > found[3]["bytes"] > 0
     assert found[0]["estimate"]["read"]["host"] == 0
-    assert json.loads(json.dumps(found[3])) == found[3]
+    # JSON has no keys that are numbers
+    assert json.loads(json.dumps(found[3]))["estimate"]["decode"]["1"] == found[3]["estimate"]["decode"][1]
     # where there is no GPU, the bandwidth of the RAM is not known
     assert [one.speed for one in compare_forms("flash", SMALL, parse_machine(None, "64GB"), context=64)] == [None] * 4
 

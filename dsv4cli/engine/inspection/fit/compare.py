@@ -23,7 +23,7 @@ class FormFit:
         share: the best way to run it, None if none fits.
         missing: bytes that each device lacks.
         context: largest context of one sequence.
-        speed: estimated throughput, None if the card or the kernels give no estimate.
+        speed: estimated throughput, None for a CPU and for unknown cards.
     """
 
     form: Form
@@ -43,7 +43,7 @@ def _fit(form: Form, machine: Machine, context: int) -> FormFit:
     model = SharedModel(form.config, form.formats, machine.host, form.table)
     share, missing = best_share(model, machine, context)
     sizes = model.sizes(1 if share is None else share.ranks)
-    speed = estimate(form.config, sizes, share, BATCHES) if share is not None and form.estimated else None
+    speed = None if share is None else estimate(form.config, sizes, share, BATCHES, form.kernels)
     longest = 0 if share is None else most_context(model, share)
     return FormFit(form, model.sizes(1).total, share, missing, longest, speed)
 

@@ -8,6 +8,7 @@ from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, loaded_tensors
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit.speed import BLOCKS, STORED, KernelRates
 
 WIDE = Formats("f32", "f32", "f32")
 # types of ds4's files by the end of the GGUF name, the most downloaded ones; Q8_0 for all other matrices
@@ -24,7 +25,7 @@ class Form:
         name: for the table and the JSON document.
         source: where it can be downloaded; FILE stands for a GGUF file.
         config, formats, table: the model, the formats and the tensors that are loaded.
-        estimated: whether the speed of its kernels on a GPU is that of the bytes they read.
+        kernels: how fast its kernels are on a GPU.
     """
 
     name: str
@@ -32,7 +33,7 @@ class Form:
     config: ModelConfig
     formats: Formats
     table: Mapping[str, TensorSpec]
-    estimated: bool = True
+    kernels: KernelRates = STORED
 
 
 def forms_of(size: str, config: ModelConfig) -> list[Form]:
@@ -44,8 +45,8 @@ def forms_of(size: str, config: ModelConfig) -> list[Form]:
     return [
         Form("official", size, config, Formats(), loaded_tensors(config, Formats())),
         Form("NVFP4", nvidia, config, nvfp4, loaded_tensors(config, nvfp4)),
-        Form("4-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, FOUR_BIT), estimated=False),
-        Form("2-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, TWO_BIT), estimated=False),
+        Form("4-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, FOUR_BIT), kernels=BLOCKS),
+        Form("2-bit GGUF", "FILE.gguf", plain, WIDE, _gguf(plain, TWO_BIT), kernels=BLOCKS),
     ]
 
 

@@ -18,12 +18,29 @@ from dsv4cli.engine.weights.sizes import RankSizes
 MEMORY_SHARE, LINK_SHARE = 0.75, 0.75
 # experts to copy, of those that random choice would miss: steps reuse recent ones; share of the link on many ranks
 MISSES, LINK_OF_MANY = 0.85, 0.85
-# seconds per layer: launches of one row; of each further row; factors per doubling of the ranks
-LAUNCHES, ROW, LAUNCHES_PER_DOUBLING, ROW_PER_DOUBLING = 44e-6, 1.2e-6, 0.24, 0.9
-# prefill: share of the nominal bf16 rate, of it on several ranks, and the seconds per layer and chunk for launches
-COMPUTE_SHARE, RANKS_SHARE, CHUNK_LAUNCHES = 0.55, 0.8, 6.3e-3
+# seconds per layer for each further row; factors per doubling of the ranks
+ROW, LAUNCHES_PER_DOUBLING, ROW_PER_DOUBLING = 1.2e-6, 0.24, 0.9
+# prefill: factor on several ranks, and the seconds per layer and chunk for launches
+RANKS_SHARE, CHUNK_LAUNCHES = 0.8, 6.3e-3
 # factors for the low and the high end of an estimate: calibrated to measurements, or by data sheet alone
 CALIBRATED, BY_DATA_SHEET = (0.8, 1.25), (0.6, 1.35)
+
+
+@dataclass(frozen=True)
+class KernelRates:
+    """How fast the kernels of a form are.
+
+    Attributes:
+        layer: seconds per layer of a decode step that no bandwidth shortens: launches, and waits in the kernels.
+        compute: share of the nominal bf16 rate that prefill reaches.
+    """
+
+    layer: float
+    compute: float
+
+
+# for the official form and NVFP4, and for GGUF blocks
+STORED, BLOCKS = KernelRates(44e-6, 0.55), KernelRates(137e-6, 0.115)
 
 
 @dataclass(frozen=True)
@@ -60,7 +77,9 @@ class Speed:
     calibrated: bool
 
 
-def estimate(config: ModelConfig, sizes: RankSizes, share: Share, batches: Sequence[int]) -> Speed | None:
+def estimate(
+    config: ModelConfig, sizes: RankSizes, share: Share, batches: Sequence[int], kernels: KernelRates
+) -> Speed | None:
     """Return the speed on the GPUs of a share; None for a CPU and for unknown cards."""
     names = {card_named(device.name) for device in share.devices}
     name = next(iter(names)) if len(names) == 1 else None
@@ -72,8 +91,8 @@ def estimate(config: ModelConfig, sizes: RankSizes, share: Share, batches: Seque
     def spread(rate: float) -> Range:
         return Range(rate * low, rate * high)
 
-    decode = {batch: spread(batch / step_seconds(config, sizes, share, card, batch)) for batch in batches}
-    prefill = spread(share.chunk / chunk_seconds(config, sizes, share, card))
+    decode = {batch: spread(batch / step_seconds(config, sizes, share, card, batch, kernels)) for batch in batches}
+    prefill = spread(share.chunk / chunk_seconds(config, sizes, share, card, kernels))
     return Speed(name, decode, prefill, step_bytes(config, sizes, share, 1), card.measured)
 
 
@@ -91,21 +110,22 @@ def _resident(sizes: RankSizes, share: Share) -> float:
     return 1.0 if division is None else division.rows / sizes.experts
 
 
-def step_seconds(config: ModelConfig, sizes: RankSizes, share: Share, card: CardSpec, batch: int) -> float:
+def step_seconds(
+    config: ModelConfig, sizes: RankSizes, share: Share, card: CardSpec, batch: int, kernels: KernelRates
+) -> float:
     """Return the seconds of a decode step."""
     tiers, layers, doublings = step_bytes(config, sizes, share, batch), config.num_hidden_layers, log2(share.ranks)
-    launches = LAUNCHES * (1 + LAUNCHES_PER_DOUBLING * doublings) + ROW * (1 + ROW_PER_DOUBLING * doublings) * (
-        batch - 1
-    )
+    launches = kernels.layer * (1 + LAUNCHES_PER_DOUBLING * doublings)
+    launches += ROW * (1 + ROW_PER_DOUBLING * doublings) * (batch - 1)
     read = tiers.gpu / (card.bandwidth * MEMORY_SHARE) + tiers.host / link_rate(card, share.ranks)
     return layers * launches + read
 
 
-def chunk_seconds(config: ModelConfig, sizes: RankSizes, share: Share, card: CardSpec) -> float:
+def chunk_seconds(config: ModelConfig, sizes: RankSizes, share: Share, card: CardSpec, kernels: KernelRates) -> float:
     """Return the seconds of a prefill chunk, which uses every expert."""
     ranks, layers = share.ranks, config.num_hidden_layers
     flops = 2 * active_weights(config) * share.chunk / ranks
-    compute = flops / (card.flops * COMPUTE_SHARE * (RANKS_SHARE if ranks > 1 else 1))
+    compute = flops / (card.flops * kernels.compute * (RANKS_SHARE if ranks > 1 else 1))
     read = sizes.main / (card.bandwidth * MEMORY_SHARE) + share.host / link_rate(card, ranks)
     return max(compute + read, layers * CHUNK_LAUNCHES * (1 if ranks > 2 else 0))
 
