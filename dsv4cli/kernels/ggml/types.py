@@ -6,9 +6,10 @@ Source: ggml.h (ggml_type) and ggml-common.h (the blocks).
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import gcd
 
 from dsv4cli.kernels.ggml import blocks
-from dsv4cli.kernels.ggml.arrays import Array, joined
+from dsv4cli.kernels.ggml.arrays import Array, joined, reinterpreted
 
 # exponent bits of an fp16 number, in its second byte: all ones in NaN and infinity
 HALF_EXPONENT = 0x7C
@@ -36,6 +37,11 @@ class BlockType:
     halves: tuple[int, ...] = ()
     e8m0: bool = False
     fields: tuple[int, ...] = (0,)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the widest integers, of up to eight bytes, that the fields consist of: they are copied fastest."""
+        return gcd(8, *self.fields, self.nbytes)
 
     @property
     def has_scales(self) -> bool:
@@ -99,21 +105,23 @@ def by_field(name: str, rows: Array) -> Array:
     The fields keep their order. A field's bytes are then aligned as its size allows, so that kernels load 8 bytes at
     once: blocks themselves are aligned to 2 bytes or to 1.
     """
-    kind = TYPES[name]
-    blocks = rows.reshape(*rows.shape[:-1], -1, kind.nbytes)
-    return joined([blocks[..., field].reshape(*rows.shape[:-1], -1) for field in _fields(kind)])
+    kind, lead = TYPES[name], rows.shape[:-1]
+    units = reinterpreted(rows, f"int{8 * kind.unit}")
+    blocks = units.reshape(*lead, -1, kind.nbytes // kind.unit)
+    return reinterpreted(joined([blocks[..., field].reshape(*lead, -1) for field in _fields(kind)]), "uint8")
 
 
 def by_block(name: str, rows: Array) -> Array:
     """Return the rows whose `by_field` these are."""
-    kind = TYPES[name]
-    number, lead = rows.shape[-1] // kind.nbytes, rows.shape[:-1]
-    parts = [rows[..., field.start * number : field.stop * number] for field in _fields(kind)]
-    return joined([part.reshape(*lead, number, -1) for part in parts]).reshape(rows.shape)
+    kind, lead = TYPES[name], rows.shape[:-1]
+    number, units = rows.shape[-1] // kind.nbytes, reinterpreted(rows, f"int{8 * kind.unit}")
+    parts = [units[..., field.start * number : field.stop * number] for field in _fields(kind)]
+    return reinterpreted(joined([part.reshape(*lead, number, -1) for part in parts]), "uint8").reshape(rows.shape)
 
 
 def _fields(kind: BlockType) -> list[slice]:
-    return [slice(*ends) for ends in pairwise((*kind.fields, kind.nbytes))]
+    """Return the fields of a block, in units."""
+    return [slice(start // kind.unit, end // kind.unit) for start, end in pairwise((*kind.fields, kind.nbytes))]
 
 
 def decode(name: str, rows: Array) -> Array:
