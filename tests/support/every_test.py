@@ -26,9 +26,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it when it is imported, which is when a kernel is first called
 # of the workers and programs that are started from here: threads that wait for each other leave the core to others
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# under nohup, the programs would ignore SIGHUP as this process does; what a handler ignores, they do not inherit
-if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda *_: None)
+# what this process ignores, SIGHUP under nohup, SIGINT and SIGQUIT as a shell's job in the background, programs that it
+# starts would ignore too; what a handler ignores they do not inherit, and tests interrupt this process as well
+for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else lambda *_: None)
 # programs of tests begin as this process does here: with torch, without what the tests import
 from tests.support import forked as forked  # noqa: E402
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forked import output_of
+
 ROOT = Path(__file__).parents[2]
 STUB = "#!/bin/sh\necho {name} $*\n{then}\n"
 
@@ -95,3 +97,19 @@ def test_make_runs_tests_in_parallel(target, words):
 def test_pytest_benchmark_is_left_out(request):
     """Beside xdist it warns, which is an error here and ends the run."""
     assert request.config.pluginmanager.is_blocked("benchmark")
+
+
+IN_THE_BACKGROUND = """\
+import signal, sys
+numbers = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT
+for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+sys.modules.pop("tests.support.every_test", None)
+import tests.support.every_test
+print([number.name for number in numbers if signal.getsignal(number) == signal.SIG_IGN])
+"""
+
+
+def test_tests_run_in_the_background_ignore_no_signal():
+    """A shell ignores SIGINT and SIGQUIT for such a job, nohup SIGHUP, and programs of tests would inherit that."""
+    assert output_of("-c", IN_THE_BACKGROUND) == "[]\n"
