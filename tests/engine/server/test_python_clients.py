@@ -164,12 +164,15 @@ class AnthropicSdk(Client):
 class LiteLlm(Client):
     model, path = "openai/nano", "/v1"
 
-    def complete(self, messages, **options):
+    def __init__(self, server, tmp_path):
+        super().__init__(server, tmp_path)
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download the prices of models
-            litellm = pytest.importorskip("litellm")
-        own = {"model": self.model, "api_base": self.url + self.path, "api_key": KEY, "num_retries": 0}
-        return litellm.completion(messages=messages, **own, **options)
+            self.module = pytest.importorskip("litellm")
+        self.own = {"model": self.model, "api_base": self.url + self.path, "api_key": KEY, "num_retries": 0}
+
+    def complete(self, messages, **options):
+        return self.module.completion(messages=messages, **self.own, **options)
 
     def stream(self):
         chunks = self.complete(user(SUM), stream=True)
@@ -193,6 +196,34 @@ class LiteLlm(Client):
     def reason(self):
         options = {"reasoning_effort": "high", "allowed_openai_params": ["reasoning_effort"]}
         return self.complete(user(SUM), **options).choices[0].message.reasoning_content
+
+
+class LiteLlmResponses(LiteLlm):
+    def respond(self, content, **options):
+        return self.module.responses(input=content, **self.own, **options)
+
+    def stream(self):
+        # of models that it does not know, it streams nothing, and cuts the whole response up
+        known = {"litellm_provider": "openai", "supports_native_streaming": True, "supports_reasoning": True}
+        self.module.register_model({self.model: known})
+        events = self.respond(SUM, stream=True)
+        return "".join(event.delta for event in events if event.type == "response.output_text.delta")
+
+    def tools(self):
+        tools = [{"type": "function", **FUNCTION, "strict": True}]
+        call = self.respond(WEATHER, tools=tools).output[-1]
+        output = get_weather(**json.loads(call.arguments))
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": output}
+        items = [*user(WEATHER), call.model_dump(exclude_none=True), result]
+        return self.respond(items, tools=tools).output[-1].content[0].text
+
+    def parse(self):
+        response = self.respond(TOTAL, text={"format": {"type": "json_schema", **SCHEMA_FORM["json_schema"]}})
+        return form().model_validate_json(response.output[-1].content[0].text)
+
+    def reason(self):
+        response = self.respond(SUM, reasoning={"effort": "high", "summary": "auto"})
+        return response.output[0].summary[0].text
 
 
 class LiteLlmAnthropic(LiteLlm):
@@ -398,7 +429,7 @@ class LlmResponses(Llm):
 
 CLIENTS = {
     "openai chat": OpenAiChat, "openai responses": OpenAiResponses, "anthropic": AnthropicSdk,
-    "litellm openai": LiteLlm, "litellm anthropic": LiteLlmAnthropic,
+    "litellm openai": LiteLlm, "litellm responses": LiteLlmResponses, "litellm anthropic": LiteLlmAnthropic,
     "langchain-openai chat": LangChain, "langchain-openai responses": LangChainResponses,
     "langchain-anthropic": LangChainAnthropic,
     "pydantic-ai chat": PydanticAi, "pydantic-ai responses": PydanticAiResponses,
