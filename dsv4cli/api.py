@@ -16,7 +16,7 @@ from dsv4cli.engine.chat.shared_engine import SharedConversation, SharedEngine
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.compiling.card import card_of
 from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
-from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of, is_predictable
+from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
 from dsv4cli.engine.config.capacity import MAX_SLOTS
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
@@ -159,14 +159,14 @@ class Model:
     ) -> Iterator[None]:
         """Compile the kernels of conversations on a GPU during the block, then wait for those still missing."""
         identity = self._source.identity
-        if self._kernels != "triton" or not is_predictable(identity):
+        if self._kernels != "triton":
             yield
             return
         samplings = [self._source.sampling, *SAMPLING_KINDS]
         free = found_memory(self._device, memory)
         demand = demand_of(
             identity.config, identity.formats, numerics, limits, samplings, drafting, None, sequences=load.batch,
-            memory=free,
+            memory=free, block_types=identity.block_types,
         )  # fmt: skip
         demand = replace(demand, load=load)
         with Compilation(demand, card_of(self._device), torch.cuda.current_device()) as ahead:

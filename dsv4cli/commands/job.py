@@ -160,12 +160,9 @@ class Job:
             yield NoCompilation()
             return
         from dsv4cli.engine.compiling.compile_ahead import found_memory
-        from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of, is_predictable
+        from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
         from dsv4cli.engine.weights.placement import MemoryLimits
 
-        if not is_predictable(self.source.identity):
-            yield NoCompilation()
-            return
         ranks = world.size if world else 1
         demand = demand_of(
             self.source.identity.config,
@@ -180,6 +177,7 @@ class Job:
             sampled=sampled,
             cache_memory=clients.cache_memory,
             memory=found_memory(self.device, self.execution.memory or MemoryLimits(), ranks),
+            block_types=self.source.identity.block_types,
         )
         with compiled_in_background(self.out, demand, self.device, self.process.compiler) as compiled:
             yield compiled

@@ -128,14 +128,8 @@ def follow_leader(job: Job, world: "World") -> None:
 
 def check_shares(job: Job, size: int) -> None:
     """Raise UsageError or CheckpointError if the model cannot be split over this number of ranks."""
-    from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
-    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
-    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.checkpoint.gguf.loading import split_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
 
     identity = job.source.identity
-    if isinstance(identity, GgufIdentity):
-        table = loaded_table(identity)
-    else:
-        table = expected_tensors(identity.config, identity.formats)
-    check_ranks(identity.config, table.values(), size, rounds=job.execution.dtype == "auto")
+    check_ranks(identity.config, split_tensors(identity).values(), size, rounds=job.execution.dtype == "auto")

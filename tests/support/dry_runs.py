@@ -1,6 +1,6 @@
 """What a demand is said to launch, and what random steps of it launch beside that: a process without TRITON_INTERPRET.
 
-usage: python -m tests.support.dry_runs PRESET SEQUENCES CONTEXT RANKS STEPS; prints JSON.
+usage: python -m tests.support.dry_runs MODEL SEQUENCES CONTEXT RANKS STEPS; prints JSON. MODEL: preset or GGUF file.
 """
 
 import gc
@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITCallable, JITFunction
 
+from dsv4cli.engine.checkpoint.identify import describe
+from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.compiling.demand import Demand, Step, demand_of
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.launches import Launch, compile_launch
@@ -31,12 +34,17 @@ from dsv4cli.kernels.launch import Kernel
 from tests.support import no_compiler as no_compiler
 
 
-def demand(preset: str, sequences: int, context: int, ranks: int) -> Demand:
+def demand(model: str, sequences: int, context: int, ranks: int) -> Demand:
     """As `dsv4 profile warm` makes it; of no sequences that of `dsv4 run` with a prompt of 5 tokens."""
     lengths = [5] if not sequences else [context] * sequences if sequences > 1 else None
+    if model in PRESETS:
+        identity = describe(parse_config(PRESETS[model], model), Formats())
+    else:
+        identity = FolderSource("test", Path(model)).identity
     return demand_of(
-        parse_config(PRESETS[preset], preset), Formats(), Numerics.reference(), Limits(max_context=context),
+        identity.config, identity.formats, Numerics.reference(), Limits(max_context=context),
         [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)], Drafting(None), lengths, ranks=ranks,
+        block_types=identity.block_types,
     )  # fmt: skip
 
 
@@ -102,8 +110,8 @@ def _compiled(kernel: Kernel, *arguments: Any, grid: Any, warmup: bool, **option
     JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **options)
 
 
-def main(preset: str, sequences: str, context: str, ranks: str, steps: str) -> None:
-    one, draw = demand(preset, int(sequences), int(context), int(ranks)), random.Random(0)
+def main(model: str, sequences: str, context: str, ranks: str, steps: str) -> None:
+    one, draw = demand(model, int(sequences), int(context), int(ranks)), random.Random(0)
     missed: list[Any] = []
     with DryRun(one, CARDS["h200"]) as dry:
         tasks = dry.tasks()

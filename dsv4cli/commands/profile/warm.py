@@ -106,10 +106,10 @@ def _demand(
     memory: "FreeMemory | None",
 ) -> "Demand":
     """Return the demand of `run` and `chat`, or of `serve`. Raises Dsv4Error."""
-    from dsv4cli.engine.checkpoint.layout import expected_tensors
+    from dsv4cli.engine.checkpoint.gguf.loading import split_tensors
     from dsv4cli.engine.checkpoint.sharding import check_ranks
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
-    from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of, is_predictable
+    from dsv4cli.engine.compiling.demand import SAMPLING_KINDS, demand_of
     from dsv4cli.engine.config.capacity import MAX_SLOTS
     from dsv4cli.engine.config.presets import PRESETS
     from dsv4cli.engine.model.numerics import Numerics
@@ -117,11 +117,9 @@ def _demand(
     from dsv4cli.engine.weights.reserve import FAR
 
     source, drafting = resolve_model(f"random:{model}" if model in PRESETS else model), parse_drafting(draft)
-    if not is_predictable(source.identity):
-        raise UsageError(f"{model} is a GGUF model, whose kernels are compiled at their first launch", "use `dsv4 run`")
     check_drafter(source, drafting)
     config, formats = source.identity.config, source.identity.formats
-    check_ranks(config, expected_tensors(config, formats).values(), tp, rounds=True)
+    check_ranks(config, split_tensors(source.identity).values(), tp, rounds=True)
     context = min(length or FAR, config.max_position_embeddings)
     return demand_of(
         config,
@@ -134,4 +132,5 @@ def _demand(
         ranks=tp,
         sequences=MAX_SLOTS if serve else 1,
         memory=memory,
+        block_types=source.identity.block_types,
     )

@@ -44,8 +44,8 @@ from dsv4cli.errors import CheckpointError
 
 # tensors that identify the drafter
 DRAFTER_SIGNS: dict[str, Drafter] = {"mtp.0.e_proj.weight": "mtp", "mtp.0.main_proj.weight": "dspark"}
-# formats of compressed-tensors that are supported; in the last one, each group has its own format
 MIXED = "mixed-precision"
+# formats of compressed-tensors that are supported; in the last one, each group has its own format
 COMPRESSED_FORMATS = ("nvfp4-pack-quantized", "mxfp4-pack-quantized", MIXED)
 # linear and experts -> a word for the layout
 LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
@@ -59,7 +59,7 @@ LAYOUTS: Mapping[tuple[FormatName, FormatName], str] = {
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a model. `size`: the preset with the same dimensions, or 'custom'."""
+    """The identity of a model. size: the preset with the same dimensions, or 'custom'."""
 
     size: str
     config: ModelConfig
@@ -69,6 +69,11 @@ class Identity:
     def release(self) -> Release:
         """The release whose prompt format is used: the model's, or the assumed one if the checkpoint states none."""
         return self.config.release or ASSUMED_RELEASE
+
+    @property
+    def block_types(self) -> tuple[tuple[str, str], ...]:
+        """The tensor types of a GGUF file by their names in it; empty for all other models."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,7 @@ class FolderIdentity(Identity):
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table of the checkpoint, by official names.
 
-        Weight-only NVFP4 has no input_scale. In transformers' files each unquantized tensor has the dtype stored there:
-        its
-        bf16 models keep the norms in fp32, and its earlier versions stored the releases' fp32 tensors in bf16.
+        Weight-only NVFP4 has no input_scale. Unquantized tensors of transformers' files have the dtype stored there.
         """
         specs = expected_tensors(self.config, self.formats)
         if not any(name.endswith((".input_scale", ".input_global_scale")) for name in self.checkpoint.tensors):
@@ -137,8 +140,7 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     """Open a checkpoint folder that the engine can run and identify its model.
 
     read: returns the headers that belong to the folder's configuration, local or remote. Raises UnsupportedCheckpoint,
-    naming it, for a foreign model or an export that the engine does not run, before reporting details that follow from
-    it; CheckpointError for a folder that is damaged or contradicts itself.
+    naming it, for a foreign model or an export that the engine does not run; CheckpointError for a damaged folder.
     """
     found = recognise(folder, read)
     check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))

@@ -5,8 +5,6 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
-from dsv4cli.engine.checkpoint.identify import Identity
 from dsv4cli.engine.config.capacity import MAX_SLOTS, MAX_STEP_TOKENS
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -51,6 +49,7 @@ class Demand:
         drafting: how the drafter is used.
         memory: free memory of each rank; None if all weights fit on the GPU.
         load: the workload that the memory must suffice for, with its chunks.
+        block_types: as of `Identity`.
     """
 
     config: ModelConfig
@@ -68,6 +67,7 @@ class Demand:
     drafting: Drafting
     memory: FreeMemory | None = None
     load: Workload = Workload()  # noqa: RUF009 - frozen
+    block_types: tuple[tuple[str, str], ...] = ()
 
     @property
     def drafts(self) -> int:
@@ -169,11 +169,6 @@ def _parts(most: int) -> Iterator[tuple[int, int]]:
     return zip(ends, ends[1:] or ends, strict=False)
 
 
-def is_predictable(identity: Identity) -> bool:
-    """Return whether a dry run finds a model's kernels. It does not know GGUF blocks, whose types differ by tensor."""
-    return not isinstance(identity, GgufIdentity)
-
-
 def demand_of(
     config: ModelConfig,
     formats: Formats,
@@ -188,6 +183,7 @@ def demand_of(
     sampled: bool = True,
     memory: FreeMemory | None = None,
     cache_memory: int | None = None,
+    block_types: tuple[tuple[str, str], ...] = (),
 ) -> Demand:
     """Return the demand of a run.
 
@@ -196,6 +192,7 @@ def demand_of(
         sequences: number of simultaneous conversations.
         sampled: whether the prompts are answered.
         cache_memory: bytes of KV cache that the conversations share; None if not limited.
+        block_types: as of `Identity`.
     """
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
@@ -216,6 +213,7 @@ def demand_of(
         drafting=drafting if sampled else NO_DRAFTS,
         memory=memory,
         load=workload_of(config, limits, lengths, sequences=sequences, sampled=sampled, cache_memory=cache_memory),
+        block_types=block_types,
     )
 
 

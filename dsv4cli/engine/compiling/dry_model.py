@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dsv4cli.engine.checkpoint.layout import loaded_tensors
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs
+from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
 from dsv4cli.engine.compiling.demand import Demand
 from dsv4cli.engine.config.capacity import divides_from
-from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
@@ -18,6 +18,9 @@ from dsv4cli.engine.weights.placement import Division, decide
 from dsv4cli.engine.weights.reserve import reserves
 from dsv4cli.engine.weights.sizes import measure
 from dsv4cli.kernels.all_reduce import SymmetricBuffers, all_gather, all_reduce, buffer_shape, reduce_scatter
+
+# the tensors of a layer in a GGUF file begin with this and its number
+BLOCK = "blk."
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,7 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
     if demand.memory is None:
         return demand, None
     config = demand.config
-    specs = loaded_tensors(config, demand.formats)
-    sizes = measure(specs.values(), config.num_experts_per_tok, demand.ranks)
+    sizes = measure(_specs(demand).values(), config.num_experts_per_tok, demand.ranks)
     reserved = reserves(config, demand.formats, demand.load, demand.ranks)
     placement = decide(sizes, demand.memory, reserved, demand.drafting)
     config = config if placement.drafter else config.without_drafter()
@@ -86,8 +88,8 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
 def dry_model(demand: Demand, division: Division | None, device: torch.device) -> Transformer:
     """Build the model of a demand without data. Requires `NoData`."""
     numerics = Numerics(getattr(torch, demand.dtype), demand.simulate, demand.exact)
-    config, world = one_of_each_kind(demand.config), _world(demand.ranks, device)
-    model, specs = Transformer(config, numerics, world), loaded_tensors(config, demand.formats)
+    demand, world = one_of_each_kind(demand), _world(demand.ranks, device)
+    model, specs = Transformer(demand.config, numerics, world), _specs(demand)
     if division is not None:
         plan = plan_of(specs.values(), division, world.size)
         offload = ExpertOffload(plan, device)
@@ -98,23 +100,47 @@ def dry_model(demand: Demand, division: Division | None, device: torch.device) -
     return model.eval()
 
 
-def one_of_each_kind(config: ModelConfig) -> ModelConfig:
-    """Reduce the configuration to the first layer of each kind, plus the layers that a drafter reads."""
-    kinds: dict[tuple[bool, int], int] = {}
+def one_of_each_kind(demand: Demand) -> Demand:
+    """Reduce the model to the first layer of each kind, plus the layers that a drafter reads.
+
+    Layers whose tensors have other GGUF types are of another kind.
+    """
+    config, types = demand.config, _types_by_layer(demand)
+    kinds: dict[tuple[object, ...], int] = {}
     for layer, ratio in enumerate(config.layer_ratios):
-        kinds.setdefault((config.is_hash_layer(layer), ratio), layer)
+        kinds.setdefault((config.is_hash_layer(layer), ratio, tuple(types.get(layer, ()))), layer)
     kept = sorted(kinds.values())
     targets = () if config.dspark is None else config.dspark.target_layer_ids
     kept = sorted({*kept, *range(len(targets))})
     ratios = tuple(config.layer_ratios[layer] for layer in kept)
     stages = config.compress_ratios[config.num_hidden_layers :]
-    return replace(
+    outside = [named for named in demand.block_types if not named[0].startswith(BLOCK)]
+    inside = [(f"{BLOCK}{new}.{name}", kind) for new, old in enumerate(kept) for name, kind in types.get(old, ())]
+    reduced = replace(
         config,
         num_hidden_layers=len(kept),
         num_hash_layers=sum(config.is_hash_layer(layer) for layer in kept),
         compress_ratios=ratios + stages,
         dspark=config.dspark and replace(config.dspark, target_layer_ids=tuple(range(len(targets)))),
     )
+    return replace(demand, config=reduced, block_types=(*outside, *inside))
+
+
+def _types_by_layer(demand: Demand) -> dict[int, list[tuple[str, str]]]:
+    """Return the names in a layer, and the types, of its tensors in a GGUF file."""
+    found = dict[int, list[tuple[str, str]]]()
+    for name, kind in demand.block_types:
+        if name.startswith(BLOCK):
+            layer, _, rest = name.removeprefix(BLOCK).partition(".")
+            found.setdefault(int(layer), []).append((rest, kind))
+    return {layer: sorted(types) for layer, types in found.items()}
+
+
+def _specs(demand: Demand) -> dict[str, TensorSpec]:
+    """Return the tensors that fill the model's parameters."""
+    if demand.block_types:
+        return loaded_specs(demand.config, dict(demand.block_types))
+    return loaded_tensors(demand.config, demand.formats)
 
 
 def _world(ranks: int, device: torch.device) -> World:

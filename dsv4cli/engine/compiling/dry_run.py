@@ -18,6 +18,7 @@ from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
 from dsv4cli.engine.settings import Limits
 from dsv4cli.kernels.card import Card, described
 from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.ggml.kernel.octets import forget_tables
 
 Identities = frozenset[tuple[str, str, str]]
 # one step, or all steps of a span of sizes
@@ -44,6 +45,7 @@ class DryRun:
 
     def __exit__(self, *error: object) -> None:
         self._inside.close()
+        forget_tables()  # those of this run have no data
 
     def tasks(self) -> list[Task]:
         """Return all steps and spans that the demand may cause."""

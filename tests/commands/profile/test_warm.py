@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,24 +77,24 @@ def test_a_server_then_looks_for_nothing(options, dsv4, says, tmp_path, monkeypa
     monkeypatch.setattr(Job, "kernels", "triton")
     monkeypatch.setattr(Job, "_load", lambda *given: None)
     served = ModelOptions(model="random:tiny", **({"max_context": 900, "draft": "2"} if options else {}))
-    policy: Any = SimpleNamespace(share=CacheOptions())
+    policy: Any = SimpleNamespace(share=CacheOptions(), key_file=None, guard=SimpleNamespace(accounts=None))
     with Running(open_job(Output(Colours()), served), policy, 0.0).job.model():
         assert asked == [found]
 
 
-def test_the_kernels_of_gguf_blocks_are_not_foretold(dsv4, says, tmp_path, monkeypatch):
-    """A dry run would take the model for one of fp32 matrices, which fits no machine that its blocks fit."""
-    says({})
+def test_the_kernels_of_gguf_blocks_are_foretold_by_their_types(dsv4, says, tmp_path, monkeypatch):
+    """Without the types, a dry run would take the model for one of fp32 matrices, which fits no such machine."""
     path, _ = write_nano(tmp_path, DS4)
-    refused = dsv4("profile", "warm", "--model", str(path), "--card", "h200")
-    assert refused.code == 2
-    assert "is a GGUF model, whose kernels are compiled at their first launch" in refused.err
+    says({})
+    assert dsv4("profile", "warm", "--model", str(path), "--card", "h200").code == 0
+    warmed, _ = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
+    assert dict(warmed.block_types)["blk.0.ffn_gate_exps.weight"] == "IQ2_XXS"
     asked = []
-    monkeypatch.setattr(job, "compiled_in_background", lambda *given: asked.append(given))
+    monkeypatch.setattr(job, "compiled_in_background", lambda out, demand, *rest: asked.append(demand) or nullcontext())
+    monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: None)
     monkeypatch.setattr(Job, "kernels", "triton")
-    with open_job(Output(Colours()), ModelOptions(str(path), device="cpu"))._compiled([5], True) as compiled:
-        assert compiled.note() == ""
-    assert not asked
+    with open_job(Output(Colours()), ModelOptions(str(path), device="cpu"))._compiled([5], True):
+        assert asked[0].block_types == warmed.block_types
 
 
 def test_what_could_not_be_compiled_is_a_failure(dsv4, says):

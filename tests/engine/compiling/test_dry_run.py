@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.support.forked import output_of
+from tests.support.gguf_models import UNSLOTH, write_nano
 
 pytest.importorskip("triton")
 
@@ -38,6 +39,20 @@ def test_random_steps_launch_nothing_else(tmp_path, preset, sequences, context, 
     found = dry_run(tmp_path, preset, sequences, context, ranks, 60)
     assert found["missed"] == []
     assert found["found"] < 400
+
+
+def test_the_kernels_of_gguf_blocks_are_compiled_ahead(tmp_path):
+    path, _ = write_nano(tmp_path, UNSLOTH, drafter="nextn")
+    found = dry_run(tmp_path, path, 0, 24, 1, 0)
+    assert {"_few", "_up_kernel", "_down_kernel"} <= set(found["names"])
+    assert found["again"]
+
+
+@pytest.mark.slow
+def test_random_steps_of_gguf_blocks_launch_nothing_else(tmp_path):
+    path, _ = write_nano(tmp_path, UNSLOTH, drafter="nextn")
+    found = dry_run(tmp_path, path, 4, 900, 1, 60)
+    assert found["missed"] == []
 
 
 @pytest.mark.slow

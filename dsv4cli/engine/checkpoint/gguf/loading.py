@@ -1,13 +1,15 @@
 """A GGUF model as tensors to load: matrices as blocks, everything else as values; no numpy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity, seen_specs
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
-from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
+from dsv4cli.engine.checkpoint.identify import Identity
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.checkpoint.naming import Location
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, block_dtype, row_bytes
 
 # types of matrices that the engine multiplies by as they are
@@ -15,17 +17,32 @@ PLAIN = ("F32", "BF16")
 BYTES = "U8"
 
 
+def split_tensors(identity: Identity) -> dict[str, TensorSpec]:
+    """Return the tensors of any model that ranks split."""
+    if isinstance(identity, GgufIdentity):
+        return loaded_table(identity)
+    return expected_tensors(identity.config, identity.formats)
+
+
 def loaded_table(identity: GgufIdentity) -> dict[str, TensorSpec]:
-    """Return the tensors that fill the model's parameters.
+    """Return the tensors that fill the model's parameters: `loaded_specs` of its configuration and types."""
+    return loaded_specs(identity.config, identity.types)
+
+
+def loaded_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return the tensors that fill the parameters of a GGUF model.
 
     Matrices keep their blocks, with a dtype of BLOCK_DTYPES and rows of bytes; experts in MXFP4 become FP4.
+
+    Args:
+        types: types of the file's tensors by name.
     """
-    specs = {name: spec for name, spec in identity.specs.items() if spec.parameter}
+    specs = {name: spec for name, spec in seen_specs(config, types).items() if spec.parameter}
     found: dict[str, TensorSpec] = {}
     for roles in matrices(specs.values()).values():
-        weight, kind = roles["weight"], identity.stored_type(roles["weight"])
+        weight, kind = roles["weight"], types.get(gguf_name(roles["weight"]), "")
         # the scale of FP4 tells that inputs are rounded: all matrices of a layer's experts have one, or none
-        as_fp4 = weight.form == "fp4" and set(_kinds_of_layer(identity, weight)) == {"MXFP4"}
+        as_fp4 = weight.form == "fp4" and set(_kinds_of_layer(types, weight)) == {"MXFP4"}
         if weight.form is None or as_fp4 or kind in PLAIN:
             found |= {spec.name: spec for spec in roles.values()}
         else:
@@ -33,12 +50,11 @@ def loaded_table(identity: GgufIdentity) -> dict[str, TensorSpec]:
     return found
 
 
-def _kinds_of_layer(identity: GgufIdentity, weight: TensorSpec) -> Iterator[str]:
+def _kinds_of_layer(types: Mapping[str, str], weight: TensorSpec) -> Iterator[str]:
     """Yield the types of the three matrices of an expert."""
     stem = gguf_name(weight).rsplit(".", 2)[0]
     for name in ("gate", "up", "down"):
-        info = identity.checkpoint.tensors.get(f"{stem}.ffn_{name}_exps.weight")
-        yield info.dtype if info else ""
+        yield types.get(f"{stem}.ffn_{name}_exps.weight", "")
 
 
 def blocks_of(weight: TensorSpec, kind: str) -> TensorSpec:

@@ -44,19 +44,21 @@ class GgufIdentity(FolderIdentity):
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by official names: FP4 for experts in MXFP4, bf16 for BF16, fp32 for all other types."""
-        tables = {kind: matrices(expected_tensors(self.config, view).values()) for kind, view in VIEWS.items()}
-        found: dict[str, TensorSpec] = {}
-        for name, roles in matrices(expected_tensors(self.config, VALUES).values()).items():
-            weight = roles["weight"]
-            kind = self.stored_type(weight)
-            seen = tables.get(kind if weight.expert is not None or kind != "MXFP4" else "", {}).get(name, roles)
-            found |= {spec.name: spec for spec in seen.values()}
-        return found
+        return seen_specs(self.config, self.types)
+
+    @cached_property
+    def types(self) -> dict[str, str]:
+        """The types of all tensors by their names in the file."""
+        return {name: info.dtype for name, info in self.checkpoint.tensors.items()}
+
+    @property
+    def block_types(self) -> tuple[tuple[str, str], ...]:
+        """The types of all tensors by their names in the file."""
+        return tuple(self.types.items())
 
     def stored_type(self, weight: TensorSpec) -> str:
         """Return the GGUF type of a matrix or other tensor; '' if it is missing."""
-        info = self.checkpoint.tensors.get(gguf_name(weight))
-        return info.dtype if info else ""
+        return self.types.get(gguf_name(weight), "")
 
     @property
     def layout(self) -> str:
@@ -79,6 +81,18 @@ class GgufIdentity(FolderIdentity):
                 f"decodes {', '.join(READABLE)}",
                 "use a file of other types, or the release: `dsv4 download flash`",
             )
+
+
+def seen_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, TensorSpec]:
+    """Return `GgufIdentity.specs` of a model whose tensors have these types, by their names in the file."""
+    tables = {kind: matrices(expected_tensors(config, view).values()) for kind, view in VIEWS.items()}
+    found: dict[str, TensorSpec] = {}
+    for name, roles in matrices(expected_tensors(config, VALUES).values()).items():
+        weight = roles["weight"]
+        kind = types.get(gguf_name(weight), "")
+        seen = tables.get(kind if weight.expert is not None or kind != "MXFP4" else "", {}).get(name, roles)
+        found |= {spec.name: spec for spec in seen.values()}
+    return found
 
 
 def _is_readable(info: TensorInfo) -> bool:

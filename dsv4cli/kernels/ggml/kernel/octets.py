@@ -68,6 +68,11 @@ def columns(matrix: StoredMatrix) -> int:
     return matrix.weight.shape[-1] // (TYPES[kind].nbytes if kind else 1) * (TYPES[kind].values if kind else 1)
 
 
+def forget_tables() -> None:
+    """Drop the tables that are cached for each device."""
+    _table_of.cache_clear()
+
+
 @cache
 def _table_of(kind: str, device: str) -> torch.Tensor | None:
     if kind in tables.GRIDS:
