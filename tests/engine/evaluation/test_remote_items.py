@@ -23,8 +23,8 @@ class Client:
     def __init__(self, rows):
         self.rows, self.body = rows, None
 
-    def post(self, path, body, wait):
-        assert (path, wait) == ("/v1/completions", None)
+    def post(self, path, body, patient):
+        assert (path, patient) == ("/v1/completions", True)
         self.body = body
         return {"choices": [{"text": "", "logprobs": self.rows}]}
 
