@@ -35,6 +35,7 @@ from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.reserve import Workload
+from tests.benchmarks.ahead import compiled_ahead
 
 # steps, the first of which are not timed: experts from host memory need some until those often chosen are there
 STEPS, WARM = 65, 30
@@ -223,7 +224,12 @@ def main() -> None:
         limits = memory_limits(None, asked.host_memory)
         numerics = Numerics.reference(exact=asked.exact)
         source, load = resolve_model(asked.model), workload(asked)
-        model = load_model(source, numerics, device=device, world=world, limits=limits, load=load)
+        lengths = [max(asked.context or [4096])] * max(asked.batch or [1])
+        drafts = {None if text == "auto" else int(text) for text in asked.draft or ["0"]}
+        drafting = Drafting(None if None in drafts else max(drafts))
+        ends = Limits(max_tokens=(STEPS + TRACED) * 8 + 1, prefill_chunk=max(asked.chunk) if asked.chunk else None)
+        with compiled_ahead(source, numerics, (device, world), lengths, ends, drafting, load):
+            model = load_model(source, numerics, device=device, world=world, limits=limits, load=load)
         held = offload_of(model)
         size = sum(parameter.nbytes for parameter in model.parameters()) + (held.nbytes if held else 0)
         say(world, f"{torch.cuda.get_device_name()}, {world.size} of it; torch {torch.__version__}")

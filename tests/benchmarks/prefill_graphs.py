@@ -9,7 +9,7 @@ Exits with 1 if a graph is not replayed, or if the tokens differ.
 import argparse
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -18,10 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
-from dsv4cli.engine.compiling.card import card_of
-from dsv4cli.engine.compiling.compile_ahead import Compilation
-from dsv4cli.engine.compiling.demand import demand_of
+from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.followers import Followers
@@ -33,11 +30,12 @@ from dsv4cli.engine.runtime.graphs.prefill_graphs import CapturedPrefill
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.state.capacity import Capacity
-from dsv4cli.engine.settings import NO_DRAFTS, Limits, Sampling
+from dsv4cli.engine.settings import NO_DRAFTS, Limits
 from dsv4cli.engine.weights import reserve
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.reserve import Workload, prefill_graph_bytes
 from dsv4cli.kernels.launch import Kernel
+from tests.benchmarks.ahead import compiled_ahead
 from tests.benchmarks.decode_speed import ranks, say
 from tests.benchmarks.serving_speed import Bench
 
@@ -181,25 +179,14 @@ def agreed(launched: list[Token], captured: list[Token], replayed: bool) -> bool
     return same and replayed
 
 
-@contextmanager
-def loaded(
-    source: FolderSource | RandomSource, device: torch.device, world: World, asked: argparse.Namespace
-) -> Iterator[Transformer]:
+def loaded(device: torch.device, world: World, asked: argparse.Namespace) -> Transformer:
     """The model; most kernels of its steps are compiled meanwhile."""
-    numerics, identity = Numerics.reference(), source.identity
+    source, numerics, begin = resolve_model(asked.model), Numerics.reference(), perf_counter()
     limits = Limits(max_tokens=ANSWER, max_context=asked.prompt + 1024, prefill_chunk=max(asked.rows))
-    lengths, greedy = [asked.prompt], [Sampling(0.0)]
-    demand = demand_of(
-        identity.config, identity.formats, numerics, limits, greedy, NO_DRAFTS, lengths, ranks=world.size
-    )
-    begin, compiles = perf_counter(), device.type == "cuda" and not world.rank
-    ahead = Compilation(demand, card_of(device), torch.cuda.current_device()) if compiles else nullcontext()
-    with ahead as compilation:
+    with compiled_ahead(source, numerics, (device, world), [asked.prompt], limits):
         model = load_model(source, numerics, device=device, world=world, drafting=NO_DRAFTS)
-        if compilation is not None:
-            compilation.wait(lambda counts: None)
-        say(world, f"{asked.model} on {world.size} {device.type}, loaded in {perf_counter() - begin:.1f} s")
-        yield model
+    say(world, f"{asked.model} on {world.size} {device.type}, loaded in {perf_counter() - begin:.1f} s")
+    return model
 
 
 def main() -> None:
@@ -213,8 +200,7 @@ def main() -> None:
     with torch.no_grad(), ranks(asked.device) as (world, device), ExitStack() as stack:
         for module in (prefill_graphs, reserve):
             stack.enter_context(patch.object(module, "captured_rows", lambda columns, ranks: tuple(sorted(asked.rows))))
-        model = stack.enter_context(loaded(resolve_model(asked.model), device, world, asked))
-        if not compare(model, device, asked):
+        if not compare(loaded(device, world, asked), device, asked):
             sys.exit(1)
 
 

@@ -26,6 +26,7 @@ from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Limits, Sampling, parse_size
 from dsv4cli.engine.weights.load import load_model
+from tests.benchmarks.ahead import compiled_ahead
 from tests.benchmarks.decode_speed import ranks, say
 
 # requests that decode, questions that come together beside these, and tokens of one
@@ -223,7 +224,10 @@ def main() -> None:
     asked = parser.parse_args()
     with torch.no_grad(), ranks(asked.device) as (world, device):
         begin = perf_counter()
-        model = load_model(resolve_model(asked.model), Numerics.reference(), device=device, world=world)
+        source, numerics = resolve_model(asked.model), Numerics.reference()
+        lengths = [asked.conversation] * (DECODING + TOGETHER)
+        with compiled_ahead(source, numerics, (device, world), lengths, Limits(max_tokens=1024)):
+            model = load_model(source, numerics, device=device, world=world)
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         say(world, f"{asked.model} on {name}, {world.size} of it, loaded in {perf_counter() - begin:.1f} s")
         if world.rank:
