@@ -59,6 +59,15 @@ def reinterpreted(x: Array, name: str) -> Array:
     return _packed(x).view(getattr(torch, name))
 
 
+def empty(x: Array) -> Array:
+    """Return a contiguous array of the same shape and dtype, without values."""
+    if _is_tensor(x):
+        return x.new_empty(x.shape)
+    import numpy as np
+
+    return np.empty_like(x, order="C")
+
+
 def stack(parts: Sequence[Array], dim: int) -> Array:
     """Stack arrays along a new dimension."""
     if _is_tensor(parts[0]):

@@ -3,13 +3,13 @@
 Source: ggml.h (ggml_type) and ggml-common.h (the blocks).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from math import gcd
 
 from dsv4cli.kernels.ggml import blocks
-from dsv4cli.kernels.ggml.arrays import Array, joined, reinterpreted
+from dsv4cli.kernels.ggml.arrays import Array, empty, reinterpreted
 
 # exponent bits of an fp16 number, in its second byte: all ones in NaN and infinity
 HALF_EXPONENT = 0x7C
@@ -105,23 +105,33 @@ def by_field(name: str, rows: Array) -> Array:
     The fields keep their order. A field's bytes are then aligned as its size allows, so that kernels load 8 bytes at
     once: blocks themselves are aligned to 2 bytes or to 1.
     """
-    kind, lead = TYPES[name], rows.shape[:-1]
-    units = reinterpreted(rows, f"int{8 * kind.unit}")
-    blocks = units.reshape(*lead, -1, kind.nbytes // kind.unit)
-    return reinterpreted(joined([blocks[..., field].reshape(*lead, -1) for field in _fields(kind)]), "uint8")
+    kind, arranged = TYPES[name], empty(rows)
+    for part, places in zip(_in_blocks(kind, rows), _by_field(kind, arranged), strict=True):
+        places[...] = part
+    return arranged
 
 
 def by_block(name: str, rows: Array) -> Array:
     """Return the rows whose `by_field` these are."""
-    kind, lead = TYPES[name], rows.shape[:-1]
-    number, units = rows.shape[-1] // kind.nbytes, reinterpreted(rows, f"int{8 * kind.unit}")
-    parts = [units[..., field.start * number : field.stop * number] for field in _fields(kind)]
-    return reinterpreted(joined([part.reshape(*lead, number, -1) for part in parts]), "uint8").reshape(rows.shape)
+    kind, blocks = TYPES[name], empty(rows)
+    for part, places in zip(_by_field(kind, rows), _in_blocks(kind, blocks), strict=True):
+        places[...] = part
+    return blocks
 
 
-def _fields(kind: BlockType) -> list[slice]:
-    """Return the fields of a block, in units."""
-    return [slice(start // kind.unit, end // kind.unit) for start, end in pairwise((*kind.fields, kind.nbytes))]
+def _in_blocks(kind: BlockType, rows: Array) -> Iterator[Array]:
+    """Yield each field of rows of blocks, in units: uint8 [..., bytes] -> [..., blocks, units of the field]."""
+    units = reinterpreted(rows, f"int{8 * kind.unit}").reshape(*rows.shape[:-1], -1, kind.nbytes // kind.unit)
+    for start, end in pairwise((*kind.fields, kind.nbytes)):
+        yield units[..., start // kind.unit : end // kind.unit]
+
+
+def _by_field(kind: BlockType, rows: Array) -> Iterator[Array]:
+    """Yield the same of rows by field."""
+    units, number = reinterpreted(rows, f"int{8 * kind.unit}"), rows.shape[-1] // kind.nbytes
+    for start, end in pairwise((*kind.fields, kind.nbytes)):
+        places = units[..., start // kind.unit * number : end // kind.unit * number]
+        yield places.reshape(*rows.shape[:-1], number, -1)
 
 
 def decode(name: str, rows: Array) -> Array:
