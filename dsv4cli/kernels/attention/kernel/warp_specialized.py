@@ -130,11 +130,11 @@ def _end(ends, filled, freed, turn):
 
 @gluon.jit
 def _score(
-    index, sink, units, length, scale, queries, parts, kept, query_filled, query_freed, part_filled, told,
+    index, sink, units, length, scale, queries, parts, kept, query_filled, query_freed, part_filled, barriers,
     TOTAL: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Compute a block's probabilities relative to the maximum so far, and the factor for the sums of earlier blocks."""
-    filled, freed, factor_filled, factor_freed, end_filled, end_freed = told
+    filled, freed, factor_filled, factor_freed, end_filled, end_freed = barriers
     chances, shrinks, factors, ends = kept
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     of_head: gl.constexpr = gl.SliceLayout(1, tile)
@@ -178,11 +178,11 @@ def _score(
 
 @gluon.jit
 def _multiply(
-    turns, o, units, parts, kept, part_freed, told,
+    turns, o, units, parts, kept, part_freed, barriers,
     TOTAL: gl.constexpr, GROUPS: gl.constexpr, TURNED: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Sum rows times probabilities, of the left half (HALF 0) or the right (1), and store the rounded results."""
-    filled, freed, factor_filled, factor_freed, end_filled, end_freed = told
+    filled, freed, factor_filled, factor_freed, end_filled, end_freed = barriers
     chances, shrinks, factors, ends = kept
     tile: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     of_head: gl.constexpr = gl.SliceLayout(1, tile)
@@ -288,16 +288,16 @@ def _warp_specialized(
     factor_filled, factor_freed = ring(1, 1, 2)
     end_filled, end_freed = ring(2, 1, 3)
     wait_for_inputs(OVERLAP)
-    told = (filled, freed, factor_filled, factor_freed, end_filled, end_freed)
+    barriers = (filled, freed, factor_filled, factor_freed, end_filled, end_freed)
     kept = (chances, shrinks, factors, ends)
     gl.warp_specialize(
         [
             (_score, (
-                index, sink, units, length, scale, queries, parts, kept, query_filled, query_freed, part_filled, told,
-                TOTAL, groups,
+                index, sink, units, length, scale, queries, parts, kept, query_filled, query_freed, part_filled,
+                barriers, TOTAL, groups,
             )),
-            (_multiply, (turns, o, units, parts, kept, part_freed, told, TOTAL, groups, TURNED, 0)),
-            (_multiply, (turns, o, units, parts, kept, part_freed, told, TOTAL, groups, TURNED, 1)),
+            (_multiply, (turns, o, units, parts, kept, part_freed, barriers, TOTAL, groups, TURNED, 0)),
+            (_multiply, (turns, o, units, parts, kept, part_freed, barriers, TOTAL, groups, TURNED, 1)),
             (_gather, (
                 q, window, entries, index, units, q_stride, window_rows, length, queries, parts, ends,
                 query_filled, query_freed, part_filled, part_freed, end_filled, end_freed,

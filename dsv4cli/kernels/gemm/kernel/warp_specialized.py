@@ -75,14 +75,14 @@ def _bring(x, weight, xs, weights, filled, freed, tokens, features, steps, BLOCK
         for column in range(0, steps * DEPTH, DEPTH):
             slot = step % slots
             await_freed(freed, step)
-            told = filled.index(slot)
-            mbarrier.expect(told, (2 * ROWS + BLOCKS * FEATURES) * DEPTH)
+            barrier = filled.index(slot)
+            mbarrier.expect(barrier, (2 * ROWS + BLOCKS * FEATURES) * DEPTH)
             for half in gl.static_range(2):
                 rows = xs.index(2 * slot + half)
-                tma.async_copy_global_to_shared(x, [(2 * m + half) * ROWS, column], told, rows)
+                tma.async_copy_global_to_shared(x, [(2 * m + half) * ROWS, column], barrier, rows)
             for block in gl.static_range(BLOCKS):
                 found = weights.index(BLOCKS * slot + block)
-                tma.async_copy_global_to_shared(weight, [(BLOCKS * n + block) * FEATURES, column], told, found)
+                tma.async_copy_global_to_shared(weight, [(BLOCKS * n + block) * FEATURES, column], barrier, found)
             step += 1
 
 

@@ -61,19 +61,19 @@ def _bring(x, streams, fn, xs, sources, weights, filled, freed, width, begin, en
         number, column = step - begin, step * COLUMNS
         slot = number % SLOTS
         await_freed(freed, number)
-        told = filled.index(slot)
-        mbarrier.expect(told, 2 * COLUMNS * (2 * (STREAMS + 1) * TOKENS + STREAMS * PARTS * PLACES))
+        barrier = filled.index(slot)
+        mbarrier.expect(barrier, 2 * COLUMNS * (2 * (STREAMS + 1) * TOKENS + STREAMS * PARTS * PLACES))
         for half in gl.static_range(2):
             first = token + half * TOKENS
-            tma.async_copy_global_to_shared(x, [first, column], told, xs.index(2 * slot + half))
+            tma.async_copy_global_to_shared(x, [first, column], barrier, xs.index(2 * slot + half))
             for j in gl.static_range(STREAMS):
                 found = sources.index((2 * slot + half) * STREAMS + j)
-                tma.async_copy_global_to_shared(streams, [first, j * width + column], told, found)
+                tma.async_copy_global_to_shared(streams, [first, j * width + column], barrier, found)
         for k in gl.static_range(STREAMS):
             for part in gl.static_range(PARTS):
                 # rows beyond a part's end are from the next part, and are not used
                 found = weights.index((slot * STREAMS + k) * PARTS + part)
-                tma.async_copy_global_to_shared(fn, [part * ROWS, k * width + column], told, found)
+                tma.async_copy_global_to_shared(fn, [part * ROWS, k * width + column], barrier, found)
 
 
 @gluon.jit
