@@ -28,6 +28,9 @@ NO_KEYS = Accounts()
 GREEDY = Sampling(0.0)
 USUAL = Limits(max_tokens=64)
 SHARE = CacheOptions(64 << 20, 50.0)
+# seconds; pytest's own limit shows the stacks of what hangs, and comes first for a default test. A busy machine may take
+# minutes for one of many requests
+PATIENCE = 1500
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def connect(self) -> HTTPConnection:
-        return HTTPConnection("127.0.0.1", self.port, timeout=300)
+        return HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
 
     def send(self, method: str, path: str, body: Any = None, **headers: str) -> HTTPResponse:
         """A response, of which the body has not been read."""

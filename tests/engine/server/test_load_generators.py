@@ -36,7 +36,7 @@ def run(tmp_path):
 
     def run(name, *options, report):
         program = shutil.which(name) or pytest.skip(f"needs {name}")
-        # with several processes, guidellm 0.8.1 sometimes hangs after it has received all answers
+        # with several processes, or where its prompts run out, guidellm 0.8.1 may hang after it received all answers
         own = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home"), "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
         done = subprocess.run([program, *map(str, options)], capture_output=True, text=True, timeout=1200,
                               stdin=subprocess.DEVNULL, cwd=tmp_path, env=own)  # fmt: skip
@@ -48,10 +48,11 @@ def run(tmp_path):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_guidellm(run, server, streams, tmp_path, path):
-    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps({'prompt': SUM})}\n" * REQUESTS)
+    (tmp_path / "prompts.jsonl").write_text(f"{json.dumps({'prompt': SUM})}\n" * 10 * REQUESTS)
     backend = f"kind=openai_http,target={server.url},model=nano,request_format={path},api_key={KEY}"
     options = ("--backend", backend, "--profile", f"kind=concurrent,streams={CLIENTS}",
-               "--data", f"kind=json_file,path={tmp_path / 'prompts.jsonl'}", "--disable-console-interactive",
+               "--constraint", f"kind=max_requests,count={REQUESTS}", "--disable-console-interactive",
+               "--data", f"kind=json_file,path={tmp_path / 'prompts.jsonl'}",
                "--output", f"kind=json,path={tmp_path / 'report.json'}")  # fmt: skip
     [benchmark] = run("guidellm", "run", *options, report="report.json")["benchmarks"]
     requests = benchmark["requests"]
