@@ -1,12 +1,13 @@
 """Load a model from a checkpoint or random weights, ready to run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from dsv4cli.engine.checkpoint.coverage import check_coverage
-from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, check_drafter
@@ -141,21 +142,26 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
 
 
 def _load_gguf(identity: GgufIdentity, numerics: Numerics, target: _Target) -> Transformer:
-    """Load the blocks of GGUF files as stored."""
+    """Load a GGUF model, whose blocks keep their bytes."""
     identity.check_readable()
-    config, specs, placement = _placed(identity.config, identity.formats, target, loaded_table(identity))
+    table = partial(loaded_specs, types=identity.types)
+    config, specs, placement = _placed(identity.config, identity.formats, target, table)
     supply = stored_gguf(identity, specs.values(), target.world)
     return _filled(config, numerics, specs, supply, placement, target)
 
 
 def _placed(
-    config: ModelConfig, formats: Formats, target: _Target, table: dict[str, TensorSpec] | None = None
+    config: ModelConfig,
+    formats: Formats,
+    target: _Target,
+    table: Callable[[ModelConfig], dict[str, TensorSpec]] | None = None,
 ) -> tuple[ModelConfig, dict[str, TensorSpec], Placement]:
     """Return the config, the tensors to load and their placement, without the drafter if the placement omits it.
 
-    table: the tensors of a model without a drafter, if they are not those of the formats.
+    table: returns the tensors to load of a configuration; by default those of the formats.
     """
-    specs = loaded_tensors(config, formats) if table is None else table
+    table = partial(loaded_tensors, formats=formats) if table is None else table
+    specs = table(config)
     sizes = measure(specs.values(), config.num_experts_per_tok, target.world.size)
     # only rank 0 knows the workload
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
@@ -166,7 +172,7 @@ def _placed(
     if placement.drafter or config.drafter == "none":
         return config, specs, placement
     config = config.without_drafter()
-    return config, loaded_tensors(config, formats), placement
+    return config, table(config), placement
 
 
 def _filled(

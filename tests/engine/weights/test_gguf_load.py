@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4cli.engine.checkpoint.gguf.loading import loaded_table
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs, loaded_table
 from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.storage import Formats
@@ -11,6 +11,7 @@ from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
+from dsv4cli.engine.settings import NO_DRAFTS
 from dsv4cli.engine.weights import placement
 from dsv4cli.engine.weights.fill import fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
@@ -81,6 +82,24 @@ def test_halves_of_the_drafters_matrix_have_its_values(tmp_path, as_stored):
         matrix = model.get_submodule(name).matrix
         assert matrix.block_type == "Q8_0"
         assert torch.equal(matrix.values(), values[f"{name}.weight"])
+
+
+def test_blocks_stay_blocks_without_their_drafter(tmp_path, as_stored):
+    path, _ = write_nano(tmp_path, DS4, drafter="nextn")
+    source = FolderSource("test", path)
+    model = load_model(source, Numerics.reference(), drafting=NO_DRAFTS)
+    assert model.get_submodule("layers.0.attn.wq_a").matrix.block_type == "Q8_0"
+    # those of the same file without a drafter
+    bare, _ = write_nano(tmp_path / "bare", DS4)
+    assert model.stored_bytes == load_model(FolderSource("test", bare), Numerics.reference()).stored_bytes
+
+
+def test_a_missing_matrix_is_named(tmp_path):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    types = {name: kind for name, kind in identity.types.items() if name != "blk.1.ffn_up_exps.weight"}
+    with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up_exps\.weight is missing"):
+        loaded_specs(identity.config, types)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -10,6 +10,7 @@ from dsv4cli.engine.checkpoint.identify import Identity
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matrices
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.config.model_config import ModelConfig
+from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, block_dtype, row_bytes
 
 # types of matrices that the engine multiplies by as they are
@@ -18,8 +19,9 @@ BYTES = "U8"
 
 
 def split_tensors(identity: Identity) -> dict[str, TensorSpec]:
-    """Return the tensors of any model that ranks split."""
+    """Return the tensors of any model that ranks split. Raises UnsupportedCheckpoint and what `loaded_specs` raises."""
     if isinstance(identity, GgufIdentity):
+        identity.check_readable()
         return loaded_table(identity)
     return expected_tensors(identity.config, identity.formats)
 
@@ -36,11 +38,17 @@ def loaded_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, Ten
 
     Args:
         types: types of the file's tensors by name.
+
+    Raises:
+        CheckpointError: a matrix is missing.
     """
     specs = {name: spec for name, spec in seen_specs(config, types).items() if spec.parameter}
     found: dict[str, TensorSpec] = {}
     for roles in matrices(specs.values()).values():
-        weight, kind = roles["weight"], types.get(gguf_name(roles["weight"]), "")
+        weight, name = roles["weight"], gguf_name(roles["weight"])
+        if weight.form is not None and name not in types:
+            raise CheckpointError(f"tensor {name} is missing", "download the GGUF file again")
+        kind = types.get(name, "")
         # the scale of FP4 tells that inputs are rounded: all matrices of a layer's experts have one, or none
         as_fp4 = weight.form == "fp4" and set(_kinds_of_layer(types, weight)) == {"MXFP4"}
         if weight.form is None or as_fp4 or kind in PLAIN:
