@@ -62,16 +62,20 @@ def _thinking_off(server: CheckedServer, questions: Sequence[str], on: Sequence[
             why = _shows_thinking(answer) or _hides_thinking(answer, _counter(server))
             if why:
                 yield Problem(why, _shown(answer), call)
-        thought = {call.key.rpartition("/")[2]: answer for call, answer in _answered(on, replies)}
-        pairs = [(one, thought[key]) for call, one in off if (key := call.key.rpartition("/")[2]) in thought]
+        answered = {call.key: answer for call, answer in [*off, *_answered(on, replies)]}
+        keys = [(call.key, other.key) for call, other in zip(calls, on, strict=True)]
+        pairs = [(answered[key], answered[other]) for key, other in keys if {key, other} <= answered.keys()]
         text = read_raw(replies[raw[0].key]) if raw and raw[0].key in replies else ""
-        if pairs and (all(_leaks(one, other) for one, other in pairs) or _always_thinks(*pairs[0], text)):
+        # the other questions alone show nothing: see QUESTIONS, and the model's own answer is one to the first
+        if {*keys[0]} <= answered.keys() and (
+            all(_leaks(one, other) for one, other in pairs) or _always_thinks(*pairs[0], text)
+        ):
             one, other = pairs[0]
             what = "the content begins with the model's reasoning, although the request turns thinking off"
             lines = [f"thinking off: content {(one.content or '')[:200]!r}"]
             lines += [f"thinking on: reasoning {other.reasoning[:200]!r}, content {(other.content or '')[:200]!r}"]
             lines += [f"the model continues the official prompt with {text[:200]!r}"] if text else []
-            yield Problem(what, lines, off[0][0])
+            yield Problem(what, lines, calls[0])
 
     return reply_check(
         "thinking-off",

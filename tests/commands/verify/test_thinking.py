@@ -81,3 +81,16 @@ def test_one_question_of_several_with_the_same_text_is_no_error(server):
     same |= {key.replace("thinking-off", "reasoning"): said(PARIS, WORK) for key in keys}
     assert len([*check.judge(same)]) == 1
     assert [*check.judge(same | {keys[0]: said(PARIS)})] == []
+    # without an answer to the first question, the others show nothing
+    late = check.judge(same | {keys[0]: ServerReply(0, failure="no answer")})
+    assert [problem.what for problem in late] == ["a chat request has no readable answer"]
+
+
+def test_the_models_own_answer_is_compared_with_that_to_its_question(server):
+    """A server that does not think at all, and does not answer the first question in time."""
+    check = next(one for one in thinking_checks(server, quick=False) if one.name == "replies.thinking-off")
+    replies = {"replies.thinking-off/raw": ServerReply(200, json.dumps({"choices": [{"text": PARIS}]}))}
+    for number in range(3):
+        replies |= {f"replies.{name}/{number}": said(WORK) for name in ("thinking-off", "reasoning")}
+    replies["replies.reasoning/0"] = ServerReply(0, failure="no answer")
+    assert [*check.judge(replies)] == []
