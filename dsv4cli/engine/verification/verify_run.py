@@ -1,6 +1,6 @@
 """Runs checks against a server, and collects their results. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import monotonic
@@ -66,6 +66,7 @@ class VerifyRun:
             self.sender.keep(calls, self.replies)
         self.calls += calls
         problems = () if check.skip else tuple(map(self._excused, check.judge(self.replies)))
+        problems += tuple(self._unanswered(calls, problems))
         figures = {} if check.skip else check.figures(self.replies)
         self.results.append(CheckResult(check, problems, len(calls), figures))
 
@@ -77,6 +78,14 @@ class VerifyRun:
             return problem
         hangs = call.seconds is not None and reply.failure != "not sent"
         return problem if hangs else replace(problem, wrong=False, late=True)
+
+    def _unanswered(self, calls: Sequence[ApiCall], problems: Sequence[Problem]) -> Iterator[Problem]:
+        """Yield a problem for late responses that no other problem mentions: judges leave out what they cannot read."""
+        named = {problem.call.key for problem in problems if problem.call is not None}
+        late = [call for call in calls if self.replies[call.key].late and call.seconds is None and call.key not in named]
+        if late:
+            lines = [f"{call.key}: {self.replies[call.key].summary}" for call in late]
+            yield Problem(f"requests without an answer in time: {len(late)}", lines, late[0], wrong=False, late=True)
 
     def answered_tokens(self) -> tuple[int, int]:
         """Return the tokens of prompts and of answers that the server reports."""

@@ -39,6 +39,14 @@ def test_no_answer_in_time_is_no_error(reply, verdict):
     assert run_with(check, reply).verdict == verdict
 
 
+def test_a_late_response_that_no_judge_mentions_is_reported():
+    """As the model's own text, without which the answers are compared with nothing."""
+    calls = [SERVER.chat(f"replies.x/{number}", "hi") for number in range(2)]
+    result = run_with(Check("replies.x", "", "", [fixed(calls)], lambda replies: ()), LATE[0])
+    assert result.verdict == "no answer"
+    assert [(problem.call, len(problem.evidence)) for problem in result.problems] == [(calls[0], 2)]
+
+
 def test_an_error_outweighs_a_missing_answer():
     calls = [SERVER.chat("replies.x/0", "hi")]
     problems = [Problem("an error"), *unreadable(calls, {calls[0].key: LATE[0]})]
