@@ -70,7 +70,7 @@ class ResultsFile:
         try:
             if self._file.lines:
                 before, self.outcomes = _parsed(self._file.lines, self.path)
-                _check_same(before, header, self.path)
+                _check_same(before, header, str(self.path), "use another file for --out, or remove this one")
             if not self._file.remove_rest(f'{{"schema": "{SCHEMA}"'.encode()):
                 raise _no_results(self.path, 1)
         except UsageError:
@@ -132,18 +132,12 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
             raise _no_results(path, number) from None
         records.append(record)
     header = records[0]
-    if (
-        not isinstance(header, dict)
-        or header.get("schema") != SCHEMA
-        or not {*_DECIDES, "items", "model"} <= set(header)
-    ):
-        raise _no_results(path, 1)
-    if not isinstance(header["settings"], dict):
+    if not _is_header(header):
         raise _no_results(path, 1)
     outcomes: dict[int, Outcome] = {}
     for number, record in enumerate(records[1:], 2):
-        if isinstance(record, dict) and record.get("schema") == SCHEMA and {*_DECIDES} <= {*record}:
-            _check_same(header, record, path)
+        if _is_header(record):
+            _check_same(header, record, f"{path}, line {number}", "join only parts of one evaluation")
             continue
         try:
             outcome = outcome_of(record)
@@ -153,21 +147,27 @@ def _parsed(lines: Sequence[bytes], path: Path) -> tuple[dict[str, Any], dict[in
     return header, outcomes
 
 
+def _is_header(record: Any) -> bool:
+    keys = {"schema", *_DECIDES, "items", "model"}
+    return (
+        isinstance(record, dict)
+        and keys <= {*record}
+        and record["schema"] == SCHEMA
+        and isinstance(record["settings"], dict)
+    )
+
+
 def _no_results(path: Path, number: int) -> UsageError:
     return UsageError(f"{path}, line {number}: not a result that eval wrote", "use another file")
 
 
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
-    """Raise UsageError if the file has results of another model, other questions or other settings."""
+def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Raise UsageError if two headers are of another model, other questions or other settings."""
     for key, called in _DECIDES.items():
         if before[key] != now[key]:
             what = differing_settings(before, now) if key == "settings" else ""
-            raise UsageError(
-                f"{path} has results of another {called}"
-                if key == "weights"
-                else f"{path} has results of other {called}{what}",
-                "use another file for --out, or remove this one",
-            )
+            other = f"another {called}" if key == "weights" else f"other {called}{what}"
+            raise UsageError(f"{where} has results of {other}", remedy)
 
 
 def differing_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ def octets_per_block(kind):
 
 @constexpr_function
 def blocks(kind, columns):
-    """Return the number of blocks of this many columns; that of columns for types without blocks."""
+    """Return how many blocks this many columns have; for types without blocks, the number of columns."""
     return columns // TYPES[kind].values
 
 
@@ -47,13 +47,13 @@ def field_size(kind, field):
 
 @constexpr_function
 def alignment(kind, blocks):
-    """Return to how many bytes, at most 8, the fields of rows of this many blocks are aligned."""
+    """Return the alignment in bytes, at most 8, of the fields of rows with this many blocks."""
     return math.gcd(8, *(blocks * end for end in (*TYPES[kind].fields, TYPES[kind].nbytes)))
 
 
 @triton.jit
 def _u8(row, at, ALIGN: tl.constexpr):
-    """Return bytes as int32. Two bytes are loaded: of one, Triton would arrange the operands otherwise."""
+    """Return bytes as int32. Loads two bytes where it can: loads of one make Triton choose a slower operand layout."""
     return (u16(row, at // 2 * 2, ALIGN) >> at % 2 * 8) & 0xFF if ALIGN >= 2 else tl.load(row + at).to(tl.int32)
 
 
