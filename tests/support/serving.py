@@ -28,8 +28,8 @@ NO_KEYS = Accounts()
 GREEDY = Sampling(0.0)
 USUAL = Limits(max_tokens=64)
 SHARE = CacheOptions(64 << 20, 50.0)
-# seconds; pytest's own limit shows the stacks of what hangs, and comes first for a default test. A busy machine may take
-# minutes for one of many requests
+# seconds; pytest's own limit shows the stacks of what hangs, and comes first for a default test. A busy machine may
+# take minutes for one of many requests
 PATIENCE = 1500
 
 
