@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ class StartedFollowers(Followers):
 
     If a follower ends while busy (also during startup), this process exits with the same code from a separate thread,
     because the main thread may be blocked on a GPU. For a follower that was killed, `lost` is called first; any other
-    has printed its own error. After `say_farewell`, this also happens if a follower ends while idle.
+    has printed its own error. After `say_farewell`, this also happens if a follower ends while idle. Only the first
+    follower that ends is reported.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StartedFollowers(Followers):
         self._lost, self._remedy = lost, remedy
         self._farewell: Callable[[RankLost], None] | None = None
         self._busy, self._dismissed = True, False
+        self._first_loss = Lock()  # held once a follower is lost, until this process exits
         for rank, process in enumerate(processes, 1):
             Thread(target=self._watch, args=(rank, process), daemon=True).start()
 
@@ -102,6 +104,9 @@ class StartedFollowers(Followers):
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
         if self._dismissed or not (self._busy or self._farewell):
+            return
+        # others may end because of the first one
+        if not self._first_loss.acquire(blocking=False):
             return
         loss = self._loss(rank, code)
         if self._farewell is not None:

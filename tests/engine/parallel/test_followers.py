@@ -55,3 +55,28 @@ def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state, polite)
     assert told == ([sentence] if ends and sentence else [])
     # the farewell comes before the error is printed
     assert said == ([(sentence or "rank 1 has ended", [], [])] if ends and polite else [])
+
+
+def test_only_the_first_rank_that_ends_is_reported(monkeypatch):
+    """The others lose their connection to it, and end while clients are told."""
+    first, second = Started(-signal.SIGKILL), Started(1)
+    said, told, left, second_watched, exited = [], [], [], Event(), Event()
+    watch = StartedFollowers._watch
+
+    def seen(self, rank, process):
+        watch(self, rank, process)
+        if process is second:
+            second_watched.set()
+
+    def farewell(error):
+        said.append(error.message)
+        second.end.set()
+        assert second_watched.wait(10)
+
+    monkeypatch.setattr(StartedFollowers, "_watch", seen)
+    monkeypatch.setattr(followers.os, "_exit", lambda code: (left.append(code), exited.set()))
+    started = StartedFollowers([first, second], lambda error: told.append(error.message), "")
+    started.say_farewell(farewell)
+    first.end.set()
+    assert exited.wait(20)
+    assert (said, told, left) == (["rank 1 was killed by SIGKILL"], ["rank 1 was killed by SIGKILL"], [1])
