@@ -10,6 +10,7 @@ from dsv4cli.engine.verification.check import Check, Problem, fixed
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.journal import ReplyJournal
 from dsv4cli.engine.verification.limits import judge_refusal, limit_checks
+from dsv4cli.engine.verification.long_context import long_checks
 from dsv4cli.engine.verification.numbers import number_check
 from dsv4cli.engine.verification.reference import read_reference
 from dsv4cli.engine.verification.replies import unreadable
@@ -71,6 +72,18 @@ def test_greedy_answers_need_one_at_temperature_0_to_be_an_error():
     same = ServerReply(200, json.dumps({"choices": [{"message": {"content": "a"}}]}))
     replies = {call.key: LATE[0] if "cold" in call.key else same for call in check.steps[0].plan({})}
     assert not any(problem.wrong for problem in check.judge(replies) if problem.call.key.partition("/")[2] == "hot-1")
+
+
+@pytest.mark.parametrize(("long", "verdict"), [(ServerReply(503, seconds=0.1), "no answer"), (None, "wrong")])
+def test_short_requests_are_compared_with_a_long_one_that_was_answered(long, verdict):
+    [check] = [one for one in long_checks(CheckedServer("http://x", "nano", 4096)) if one.name == "long.fairness"]
+    text = json.dumps({"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]})
+    run = VerifyRun(Sender("http://x", "", 1, 1.0))
+    run.sender.send = lambda call, keep=True: (
+        (long or ServerReply(200, text, seconds=0.1)) if call.key.endswith("/long") else ServerReply(200, text, seconds=9.0)
+    )
+    run.run([check], lambda done, total: None)
+    assert run.results[0].verdict == verdict
 
 
 @pytest.mark.parametrize("name", ["limits.malformed", "limits.too-long"])
