@@ -202,7 +202,7 @@ class AsyncEngine:
                 self._thread.cancel(request)
 
     def fail(self, error: Exception) -> None:
-        """Stop the engine: end every request with an error, and resolve `failure`. May be called from any thread."""
+        """End every request with an error, accept no more, and resolve `failure`. May be called from any thread."""
         self._loop.call_soon_threadsafe(self._end_all, error)
 
     def close(self, seconds: float) -> bool:

@@ -82,7 +82,8 @@ class VerifyRun:
     def _unanswered(self, calls: Sequence[ApiCall], problems: Sequence[Problem]) -> Iterator[Problem]:
         """Yield a problem for late responses that no other problem mentions: judges leave out what they cannot read."""
         named = {problem.call.key for problem in problems if problem.call is not None}
-        late = [call for call in calls if self.replies[call.key].late and call.seconds is None and call.key not in named]
+        others = [call for call in calls if call.seconds is None and call.key not in named]
+        late = [call for call in others if self.replies[call.key].late]
         if late:
             lines = [f"{call.key}: {self.replies[call.key].summary}" for call in late]
             yield Problem(f"requests without an answer in time: {len(late)}", lines, late[0], wrong=False, late=True)

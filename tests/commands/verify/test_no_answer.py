@@ -78,10 +78,9 @@ def test_greedy_answers_need_one_at_temperature_0_to_be_an_error():
 def test_short_requests_are_compared_with_a_long_one_that_was_answered(long, verdict):
     [check] = [one for one in long_checks(CheckedServer("http://x", "nano", 4096)) if one.name == "long.fairness"]
     text = json.dumps({"choices": [{"message": {"content": "a"}, "finish_reason": "stop"}]})
+    long, short = long or ServerReply(200, text, seconds=0.1), ServerReply(200, text, seconds=9.0)
     run = VerifyRun(Sender("http://x", "", 1, 1.0))
-    run.sender.send = lambda call, keep=True: (
-        (long or ServerReply(200, text, seconds=0.1)) if call.key.endswith("/long") else ServerReply(200, text, seconds=9.0)
-    )
+    run.sender.send = lambda call, keep=True: long if call.key.endswith("/long") else short
     run.run([check], lambda done, total: None)
     assert run.results[0].verdict == verdict
 
