@@ -64,5 +64,7 @@ def _notes(forms: "list[FormFit]") -> "Iterator[str]":
     for speed in speeds[:1]:
         basis = "calibrated to measurements on it" if speed.calibrated else "by published numbers, not measured"
         yield f"Estimates for {speed.card}: {basis}. With 16 sequences, throughput is the sum over all."
+        if speed.calibrated and not all(one.calibrated for one in speeds):
+            yield f"GGUF was not measured on {speed.card}: its ranges are wider."
     if not speeds and any(one.share and one.share.on_gpu for one in forms):
         yield "The bandwidth of these GPUs is unknown: name the card, as in --gpus 2xH100, for estimates."

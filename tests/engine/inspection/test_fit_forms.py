@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsv4cli.commands.inspect.forms import _notes
 from dsv4cli.engine.config.presets import FLASH, PRESETS, PRO, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
@@ -155,6 +156,12 @@ def test_a_card_that_was_not_measured_has_a_wider_range():
     assert one.speed is not None
     assert not one.speed.calibrated
     assert one.speed.decode[1].high / one.speed.decode[1].low == pytest.approx(BY_DATA_SHEET[1] / BY_DATA_SHEET[0])
+
+
+def test_only_kernels_that_were_measured_on_a_card_are_calibrated():
+    forms = compare_forms("flash", SMALL, parse_machine("1xH100", "64GB"), context=4096)
+    assert [one.speed.calibrated for one in forms] == [True, True, False, False]
+    assert "GGUF was not measured on H100: its ranges are wider." in [*_notes(forms)]
 
 
 @pytest.mark.slow

@@ -21,7 +21,6 @@ class CardSpec:
         flops: dense bf16 operations/s.
         link: bandwidth from host memory, in bytes/s.
         source: keys of SOURCES: the page with the bandwidth, and the page with the compute if it is another one.
-        measured: whether dsv4's throughput was measured on this card, so that estimates are calibrated to it.
     """
 
     mib: int
@@ -29,11 +28,10 @@ class CardSpec:
     flops: float
     link: float
     source: tuple[str, ...]
-    measured: bool = False
 
 
-def _card(mib: int, gb_per_s: float, tflops: float, link: float, *source: str, measured: bool = False) -> CardSpec:
-    return CardSpec(mib, gb_per_s * GB, tflops * 1e12, link, source, measured)
+def _card(mib: int, gb_per_s: float, tflops: float, link: float, *source: str) -> CardSpec:
+    return CardSpec(mib, gb_per_s * GB, tflops * 1e12, link, source)
 
 
 SYSTEMS = "https://github.com/ai-dynamo/aiconfigurator/blob/main/src/aiconfigurator/systems"
@@ -79,11 +77,11 @@ CARDS: dict[str, CardSpec] = {
     "L40S": _card(46068, 864, 362, PCIE_4, "l40"),
     # Hopper and Blackwell; a B300 has PCIe 6, but the CPUs of its hosts have PCIe 5
     "H20": _card(97871, 4000, 148, PCIE_5, "h20"),
-    "H100": _card(81559, 3350, 989, PCIE_5, "h200", "torchtitan", measured=True),
+    "H100": _card(81559, 3350, 989, PCIE_5, "h200", "torchtitan"),
     "H100PCIE": _card(81559, 2000, 756, PCIE_5, "h100-pcie", "torchtitan"),
     "H100NVL": _card(95830, 3930, 835, PCIE_5, "h100-nvl", "torchtitan"),
     "H800": _card(81559, 3350, 989, PCIE_5, "h800"),
-    "H200": _card(143771, 4800, 989, PCIE_5, "h200", "torchtitan", measured=True),
+    "H200": _card(143771, 4800, 989, PCIE_5, "h200", "torchtitan"),
     "H200NVL": _card(143771, 4800, 835, PCIE_5, "h200"),
     "B200": _card(183359, 7672, 2250, PCIE_5, "ao", "torchtitan"),
     "B300": _card(275040, 8000, 2250, PCIE_5, "b300"),

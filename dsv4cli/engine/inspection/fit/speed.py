@@ -33,14 +33,17 @@ class KernelRates:
     Attributes:
         layer: seconds per layer of a decode step that no bandwidth shortens: launches, and waits in the kernels.
         compute: share of the nominal bf16 rate that prefill reaches.
+        cards: the cards on which they were measured, so that estimates are calibrated to them.
     """
 
     layer: float
     compute: float
+    cards: frozenset[str]
 
 
 # for the official form and NVFP4, and for GGUF blocks
-STORED, BLOCKS = KernelRates(44e-6, 0.55), KernelRates(137e-6, 0.115)
+STORED = KernelRates(44e-6, 0.55, frozenset({"H100", "H200"}))
+BLOCKS = KernelRates(137e-6, 0.115, frozenset({"H200"}))
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,7 @@ class Speed:
         decode: by batch size.
         prefill: of a prompt that fills the chunks.
         read: bytes per decode step of one sequence, by tier.
-        calibrated: whether dsv4 was measured on this card.
+        calibrated: whether kernels of this form were measured on this card.
     """
 
     card: str
@@ -85,15 +88,15 @@ def estimate(
     name = next(iter(names)) if len(names) == 1 else None
     if name is None or not share.on_gpu:
         return None
-    card = CARDS[name]
-    low, high = CALIBRATED if card.measured else BY_DATA_SHEET
+    card, calibrated = CARDS[name], name in kernels.cards
+    low, high = CALIBRATED if calibrated else BY_DATA_SHEET
 
     def spread(rate: float) -> Range:
         return Range(rate * low, rate * high)
 
     decode = {batch: spread(batch / step_seconds(config, sizes, share, card, batch, kernels)) for batch in batches}
     prefill = spread(share.chunk / chunk_seconds(config, sizes, share, card, kernels))
-    return Speed(name, decode, prefill, step_bytes(config, sizes, share, 1), card.measured)
+    return Speed(name, decode, prefill, step_bytes(config, sizes, share, 1), calibrated)
 
 
 def step_bytes(config: ModelConfig, sizes: RankSizes, share: Share, batch: int) -> Tiers:
