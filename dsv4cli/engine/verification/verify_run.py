@@ -76,7 +76,7 @@ class VerifyRun:
         reply = None if call is None else self.replies.get(call.key)
         if call is None or reply is None or not reply.late:
             return problem
-        hangs = call.seconds is not None and reply.failure != "not sent"
+        hangs = call.seconds is not None and reply.failure == "no answer"
         return problem if hangs else replace(problem, wrong=False, late=True)
 
     def _unanswered(self, calls: Sequence[ApiCall], problems: Sequence[Problem]) -> Iterator[Problem]:

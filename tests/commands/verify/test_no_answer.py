@@ -93,6 +93,12 @@ def test_a_hang_on_an_invalid_request_is_an_error(name):
     assert "within 31 s" in result.problems[0].what
 
 
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_with_an_invalid_request_is_not_wrong(status):
+    [check] = [one for one in limit_checks(SERVER, quick=True) if one.name == "limits.malformed"]
+    assert run_with(check, ServerReply(status)).verdict == "no answer"
+
+
 def test_a_slow_server_has_more_time_for_refusals():
     [check] = [one for one in limit_checks(SERVER, quick=True) if one.name == "limits.malformed"]
     slow = {"replies.x/0": ServerReply(200, seconds=100.0), "replies.x/1": LATE[0]}
