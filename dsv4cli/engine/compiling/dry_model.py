@@ -1,6 +1,6 @@
 """A model without data for dry runs: one layer of each kind, and simulated tensor-parallel ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -101,15 +101,13 @@ def dry_model(demand: Demand, division: Division | None, device: torch.device) -
 
 
 def one_of_each_kind(demand: Demand) -> Demand:
-    """Reduce the model to the first layer of each kind, plus the layers that a drafter reads.
-
-    Layers whose tensors have other GGUF types are of another kind.
-    """
+    """Reduce the model to the first layer with each kind of part, plus the layers that a drafter reads."""
     config, types = demand.config, _types_by_layer(demand)
-    kinds: dict[tuple[object, ...], int] = {}
+    first: dict[object, int] = {}
     for layer, ratio in enumerate(config.layer_ratios):
-        kinds.setdefault((config.is_hash_layer(layer), ratio, tuple(types.get(layer, ()))), layer)
-    kept = sorted(kinds.values())
+        for part in _parts((config.is_hash_layer(layer), ratio), types.get(layer, [])):
+            first.setdefault(part, layer)
+    kept = sorted({*first.values()})
     targets = () if config.dspark is None else config.dspark.target_layer_ids
     kept = sorted({*kept, *range(len(targets))})
     ratios = tuple(config.layer_ratios[layer] for layer in kept)
@@ -124,6 +122,19 @@ def one_of_each_kind(demand: Demand) -> Demand:
         dspark=config.dspark and replace(config.dspark, target_layer_ids=tuple(range(len(targets)))),
     )
     return replace(demand, config=reduced, block_types=(*outside, *inside))
+
+
+def _parts(kind: tuple[bool, int], types: list[tuple[str, str]]) -> Iterator[object]:
+    """Yield the kinds of the parts of a layer: experts and the shared expert by their GGUF types alone.
+
+    In a file with many types, hardly two layers are alike, while their parts are.
+    """
+    parts: dict[str, list[tuple[str, str]]] = {"_exps.": [], "_shexp.": [], "": []}
+    for name, stored in types:
+        parts[next(part for part in parts if part in name)].append((name, stored))
+    rest = parts.pop("")
+    yield kind, tuple(rest)
+    yield from map(tuple, parts.values())
 
 
 def _types_by_layer(demand: Demand) -> dict[int, list[tuple[str, str]]]:
