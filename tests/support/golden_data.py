@@ -83,7 +83,8 @@ def _dequantised(
 ) -> torch.Tensor:
     key = (weight.data_ptr(), weight.shape)
     if key not in known:
-        known[key] = weight, dequantise(weight, scale)  # what is held is nobody else's place
+        # what is held is nobody else's place; a parameter itself would move to its fp32 values
+        known[key] = weight.detach(), dequantise(weight, scale)
     return known[key][1]
 
 
