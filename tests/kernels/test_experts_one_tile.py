@@ -77,3 +77,10 @@ def test_an_expert_that_is_chosen_twice_is_left_to_the_reference():
 def test_a_shared_expert_that_rounds_otherwise_is_left_to_the_reference(form, shared_form):
     given = torch.zeros(1, WIDTH), torch.tensor([[2]]), weights_of(form, EXPERTS), weights_of(shared_form)
     assert not one_tile.suits(*given)
+
+
+def test_gradients_need_the_routing_weights_as_a_tensor():
+    experts = torch.tensor([[0, 1]])
+    given = weights_of(plain, EXPERTS), weights_of(plain)
+    assert one_tile.suits(torch.zeros(1, WIDTH), experts, *given)
+    assert not one_tile.suits(torch.zeros(1, WIDTH, requires_grad=True), experts, *given)

@@ -126,7 +126,7 @@ def inserted(one: Card) -> Iterator[None]:
     with (
         patch("torch.cuda.get_device_capability", lambda device=None: one.capability),
         patch("torch.cuda.get_device_properties", lambda device=None: properties),
-        FakeTensorMode(),
+        FakeTensorMode(allow_non_fake_inputs=True),  # constants of the engine are real
         _Unread(),
         torch.no_grad(),
     ):

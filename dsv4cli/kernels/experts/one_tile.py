@@ -23,8 +23,11 @@ Matrices = tuple[StoredMatrix, StoredMatrix, StoredMatrix]
 
 
 def suits(x: torch.Tensor, experts: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights") -> bool:
-    """Return whether `mixture` supports x [T, D]: few tokens on a CPU, and a shared expert like the routed ones."""
-    if not x.is_cpu or not 0 < x.shape[0] <= alike.TILE:
+    """Return whether `mixture` supports x [T, D]: few tokens on a CPU, and a shared expert like the routed ones.
+
+    It reads the routing weights as numbers, which have no gradients.
+    """
+    if not x.is_cpu or x.requires_grad or not 0 < x.shape[0] <= alike.TILE:
         return False
     routed, own = weights.w1, shared.w1
     return (

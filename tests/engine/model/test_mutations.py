@@ -163,7 +163,7 @@ MUTATIONS = {
     "open group visible": seen(lambda positions, ratio: positions // ratio + 1),
     "overlap halves swapped": Mutation(compressor, "_halves", halves_swapped),
     "ape missing": Mutation(
-        compressor, "_pooled", lambda right: lambda own, plan: right(replace(own, ape=0 * own.ape), plan)
+        compressor, "_pooled", lambda right: lambda own, plan, kept: right(replace(own, ape=0 * own.ape), plan, kept)
     ),
     "overlap dropped at chunk borders": Mutation(engine_attention, "compress_both", overlap_dropped, in_prefill=False),
     "ring written before read": Mutation(Attention, "forward", written_before_read, in_prefill=False),
@@ -252,7 +252,7 @@ def high_nibble_first(right):
 
 def weight_after_w2(right):
     return lambda x, weights, expert, factors, limit, rounded: (
-        factors[:, None] * right(x, weights, expert, torch.ones_like(factors), limit, rounded)
+        factors * right(x, weights, expert, torch.ones_like(factors), limit, rounded)
     )
 
 
