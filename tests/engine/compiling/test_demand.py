@@ -10,7 +10,7 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.step_sizes import DECODE_BATCHES
-from dsv4cli.engine.settings import Drafting, Limits, Sampling
+from dsv4cli.engine.settings import NO_DRAFTS, Drafting, Limits, Sampling
 from dsv4cli.engine.weights.reserve import Workload
 
 GREEDY = Sampling(0.0)
@@ -93,3 +93,21 @@ def test_steps_far_behind_are_captured_for_as_many_tokens():
     spans = [span for span in prompts(demand(None)) if isinstance(span, Span) and span.place]
     assert max(span.place for span in spans) > 16_384
     assert all(span.longest > span.place + span.last for span in spans)
+
+
+def test_one_layer_of_each_gguf_type_is_kept_with_its_types():
+    config = parse_config(PRESETS["flash"], "flash").without_drafter()
+    types = [(f"blk.{layer}.ffn_gate_exps.weight", "IQ2_XXS" if layer < 20 else "Q2_K") for layer in range(43)]
+    one = demand_of(
+        config, Formats(), Numerics.reference(), Limits(), [Sampling()], NO_DRAFTS, None,
+        block_types=(*types, ("output.weight", "Q6_K")),
+    )  # fmt: skip
+    pytest.importorskip("triton")
+    from dsv4cli.engine.compiling.dry_model import one_of_each_kind
+
+    reduced = one_of_each_kind(one)
+    last, found = reduced.config.num_hidden_layers - 1, dict(reduced.block_types)
+    assert last < 10
+    assert [name for name, kind in found.items() if kind == "Q2_K"] == [f"blk.{last}.ffn_gate_exps.weight"]
+    assert found["output.weight"] == "Q6_K"
+    assert len(found) == last + 2
