@@ -247,8 +247,8 @@ def spread(tensor: Any, shape: tuple[int, ...], spread_type: Any) -> Any:
 
 
 def unless_known(check: Method) -> Method:
-    """Two tensors of one type, in which an operation computes, need neither a cast nor a broadcast; and a number that
-    was an operand beside a tensor of the same type before is the same tensor again."""
+    """Skip casts and broadcasts for two tensors of the type in which the operation computes, and reuse the tensor that
+    was made of a number for an operand of the same type."""
     import triton.language as tl
 
     known: dict[tuple[Any, ...], Any] = {}

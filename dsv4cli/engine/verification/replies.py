@@ -50,7 +50,7 @@ def reply_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
 def reply_check(
     name: str, reason: str, meaning: str, calls: Sequence[ApiCall], judge: Judge, *, more: Sequence[ApiCall] = ()
 ) -> Check:
-    """Return a check of chat answers, each of which must be readable.
+    """Return a check whose chat answers must all be readable.
 
     Args:
         more: further requests, whose responses only the judge reads.

@@ -24,7 +24,7 @@ SERVER = CheckedServer("http://x", "nano")
 
 
 def run_with(check, reply):
-    """The result of a check of which every response is the same."""
+    """The result of a check if the server gives every request the same response."""
     run = VerifyRun(Sender("http://x", "", 1, 1.0))
     run.sender.send = lambda call, keep=True: reply
     run.run([check], lambda done, total: None)

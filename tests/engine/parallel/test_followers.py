@@ -58,7 +58,7 @@ def test_a_rank_that_ends(monkeypatch, code, exit_code, sentence, state, polite)
 
 
 def test_only_the_first_rank_that_ends_is_reported(monkeypatch):
-    """The others lose their connection to it, and end while clients are told."""
+    """The other ranks lose their connection to it and exit, too, while the server still notifies its clients."""
     first, second = Started(-signal.SIGKILL), Started(1)
     said, told, left, second_watched, exited = [], [], [], Event(), Event()
     watch = StartedFollowers._watch
