@@ -158,7 +158,7 @@ class Running:
             self._clients_told.set()
             error = answering.failure.result()
             if isinstance(error, RankLost):
-                await asyncio.Future()  # the thread that watches the ranks reports it and ends this process
+                await asyncio.sleep(LAST_STEP_SECONDS)  # the thread that watches the ranks reports it and ends here
             raise error
         await running
         self._clients_told.set()
