@@ -158,15 +158,15 @@ class Model:
         self, numerics: Numerics, limits: Limits, drafting: Drafting, memory: MemoryLimits, load: Workload
     ) -> Iterator[None]:
         """Compile the kernels of conversations on a GPU during the block, then wait for those still missing."""
-        identity = self._source.identity
         if self._kernels != "triton":
             yield
             return
+        identity = self._source.identity
         samplings = [self._source.sampling, *SAMPLING_KINDS]
         free = found_memory(self._device, memory)
         demand = demand_of(
             identity.config, identity.formats, numerics, limits, samplings, drafting, None, sequences=load.batch,
-            memory=free, block_types=identity.block_types,
+            memory=free, gguf_types=identity.gguf_types,
         )  # fmt: skip
         demand = replace(demand, load=load)
         with Compilation(demand, card_of(self._device), torch.cuda.current_device()) as ahead:

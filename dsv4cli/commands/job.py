@@ -177,7 +177,7 @@ class Job:
             sampled=sampled,
             cache_memory=clients.cache_memory,
             memory=found_memory(self.device, self.execution.memory or MemoryLimits(), ranks),
-            block_types=self.source.identity.block_types,
+            gguf_types=self.source.identity.gguf_types,
         )
         with compiled_in_background(self.out, demand, self.device, self.process.compiler) as compiled:
             yield compiled

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4cli.kernels.block_scale import ref as block_scale
-from dsv4cli.kernels.ggml.types import TYPES, by_block, by_field, decode
+from dsv4cli.kernels.ggml.types import TYPES, by_block, decode
 
 # values of GGUF blocks that are decoded at once: on a CPU the steps of decoding stay in its cache
 CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 25
@@ -58,11 +58,6 @@ class BlockMatrix(StoredMatrix):
         found = cls(weight)
         found._block_type = block_type
         return found
-
-    @classmethod
-    def of_blocks(cls, rows: torch.Tensor, block_type: str) -> "BlockMatrix":
-        """Return the matrix of rows of blocks as files have them, uint8 [..., N, bytes]."""
-        return cls.of(by_field(block_type, rows), block_type)
 
     @property
     def block_type(self) -> str:

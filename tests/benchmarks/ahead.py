@@ -34,7 +34,7 @@ def compiled_ahead(
     identity, samplings = source.identity, [Sampling(0.0), Sampling(1.0)]
     demand = demand_of(
         identity.config, identity.formats, numerics, limits, samplings, drafting, lengths, ranks=world.size,
-        sequences=len(lengths), block_types=identity.block_types,
+        sequences=len(lengths), gguf_types=identity.gguf_types,
     )  # fmt: skip
     demand = demand if load is None else replace(demand, load=load)
     with Compilation(demand, card_of(device), torch.cuda.current_device()) as ahead:

@@ -9,8 +9,8 @@ import torch
 from dsv4cli.kernels import experts, gemm
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.ggml import types
-from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
-from tests.support.ggml_blocks import random_rows
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+from tests.support.ggml_blocks import block_matrix, random_rows
 from tests.support.slow import slow, slow_except, slow_rows
 
 # the types of the community's files; a file with another one is refused by name
@@ -127,7 +127,7 @@ def test_linears_multiply_by_the_values_of_blocks(name):
     kind = types.TYPES[name]
     columns = 512
     rows = torch.from_numpy(random_rows(name, 70, columns // kind.values, seed=2, scale=0.01))
-    matrix = BlockMatrix.of_blocks(rows, name)
+    matrix = block_matrix(rows, name)
     values = torch.from_numpy(theirs(name, rows.numpy())).double()
     assert matrix.block_type == name
     assert torch.equal(matrix.values().double(), values)
@@ -137,7 +137,7 @@ def test_linears_multiply_by_the_values_of_blocks(name):
         # 512 products summed in fp32
         bound = 512 * 2**-24 * (x.abs().double() @ values.abs().T)
         assert ((gemm.linear(x, matrix).double() - exact).abs() <= bound).all()
-        grouped = gemm.grouped_linear(x.view(tokens, 2, -1).repeat(1, 1, 2), BlockMatrix.of_blocks(rows, name))
+        grouped = gemm.grouped_linear(x.view(tokens, 2, -1).repeat(1, 1, 2), block_matrix(rows, name))
         assert grouped.shape == (tokens, 2, 35)
 
 
@@ -146,7 +146,7 @@ def test_experts_multiply_by_the_values_of_blocks(up, down):
 
     def stack(name, seed):
         rows = random_rows(name, 3 * 256, 256 // types.TYPES[name].values, seed, scale=0.02)
-        return BlockMatrix.of_blocks(torch.from_numpy(rows).view(3, 256, -1), name)
+        return block_matrix(torch.from_numpy(rows).view(3, 256, -1), name)
 
     blocks = ExpertWeights(stack(up, 1), stack(down, 2), stack(up, 3))
     wide = ExpertWeights(*(StoredMatrix(one.values()) for one in blocks.matrices))

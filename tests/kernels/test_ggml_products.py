@@ -10,7 +10,7 @@ from dsv4cli.kernels.ggml.types import DECODED, TYPES
 from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 from tests.kernels.rounding import assert_rounded_once
 from tests.kernels.test_experts import assert_close, routes, slow_experts
-from tests.support.ggml_blocks import random_rows
+from tests.support.ggml_blocks import block_matrix, random_rows
 from tests.support.slow import slow, slow_rows
 
 pytestmark = pytest.mark.usefixtures("triton_backend")
@@ -23,7 +23,7 @@ gpu = [pytest.param(*one, marks=pytest.mark.gpu) for one in [("IQ2_XXS", "Q2_K")
 def blocks(kind: str, *shape: int, seed: int = 1, scale: float | None = 0.02) -> BlockMatrix:
     *stack, columns = shape
     rows = random_rows(kind, torch.Size(stack).numel(), columns // TYPES[kind].values, seed, scale)
-    return BlockMatrix.of_blocks(torch.from_numpy(rows).view(*stack, -1).to(torch.get_default_device()), kind)
+    return block_matrix(torch.from_numpy(rows).view(*stack, -1).to(torch.get_default_device()), kind)
 
 
 @pytest.mark.parametrize("kind", [*HOT, *slow(*OTHERS)])

@@ -44,7 +44,7 @@ def demand(model: str, sequences: int, context: int, ranks: int) -> Demand:
     return demand_of(
         identity.config, identity.formats, Numerics.reference(), Limits(max_context=context),
         [Sampling(), Sampling(0.0), Sampling(1.0, 0.5)], Drafting(None), lengths, ranks=ranks,
-        block_types=identity.block_types,
+        gguf_types=identity.gguf_types,
     )  # fmt: skip
 
 

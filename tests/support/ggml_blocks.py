@@ -1,8 +1,10 @@
 """Rows of random GGUF blocks, with finite scales of plausible size."""
 
 import numpy as np
+import torch
 
-from dsv4cli.kernels.ggml.types import TYPES
+from dsv4cli.kernels.ggml.types import TYPES, by_field
+from dsv4cli.kernels.stored_matrix import BlockMatrix
 
 
 def random_rows(name: str, rows: int, blocks: int, seed: int, scale: float | None = None) -> np.ndarray:
@@ -27,3 +29,8 @@ def random_rows(name: str, rows: int, blocks: int, seed: int, scale: float | Non
         bits = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype is None else values.astype(dtype)
         raw = bits[..., None].view(np.uint8)
     return raw.reshape(rows, -1)
+
+
+def block_matrix(rows: torch.Tensor, name: str) -> BlockMatrix:
+    """Return the matrix of rows of blocks as files have them, uint8 [..., N, bytes]."""
+    return BlockMatrix.of(by_field(name, rows), name)

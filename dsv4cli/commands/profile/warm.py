@@ -132,5 +132,5 @@ def _demand(
         ranks=tp,
         sequences=MAX_SLOTS if serve else 1,
         memory=memory,
-        block_types=source.identity.block_types,
+        gguf_types=source.identity.gguf_types,
     )

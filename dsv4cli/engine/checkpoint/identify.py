@@ -71,9 +71,9 @@ class Identity:
         return self.config.release or ASSUMED_RELEASE
 
     @property
-    def block_types(self) -> tuple[tuple[str, str], ...]:
-        """The tensor types of a GGUF file by their names in it; empty for all other models."""
-        return ()
+    def gguf_types(self) -> Mapping[str, str]:
+        """The types of a GGUF file's tensors by their names in it; empty for all other models."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,7 @@ class FolderIdentity(Identity):
     @property
     def aliases(self) -> tuple[str, ...]:
         """Sentences on unusual dtypes with the same bytes as the usual ones, in files with official names."""
-        naming = self.naming
-        return tuple(alias_notes(naming.aliases, self.formats)) if isinstance(naming, OfficialNaming) else ()
+        return tuple(alias_notes(self.naming.aliases, self.formats)) if isinstance(self.naming, OfficialNaming) else ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -140,7 +139,8 @@ def identify(folder: Path, read: Callable[[Path], Checkpoint] = open_checkpoint)
     """Open a checkpoint folder that the engine can run and identify its model.
 
     read: returns the headers that belong to the folder's configuration, local or remote. Raises UnsupportedCheckpoint,
-    naming it, for a foreign model or an export that the engine does not run; CheckpointError for a damaged folder.
+    naming it, for a foreign model or an export that the engine does not run; CheckpointError for a folder that is
+    damaged or contradicts itself.
     """
     found = recognise(folder, read)
     check_blocks(found.config, found.formats.linear, found.formats.experts, str(folder))

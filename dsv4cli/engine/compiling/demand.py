@@ -1,7 +1,7 @@
 """The properties of a run that determine which kernels it launches, and the steps that follow from them."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class Demand:
         drafting: how the drafter is used.
         memory: free memory of each rank; None if all weights fit on the GPU.
         load: the workload that the memory must suffice for, with its chunks.
-        block_types: as of `Identity`.
+        gguf_types: as of `Identity`.
     """
 
     config: ModelConfig
@@ -67,7 +67,7 @@ class Demand:
     drafting: Drafting
     memory: FreeMemory | None = None
     load: Workload = Workload()  # noqa: RUF009 - frozen
-    block_types: tuple[tuple[str, str], ...] = ()
+    gguf_types: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def drafts(self) -> int:
@@ -183,7 +183,7 @@ def demand_of(
     sampled: bool = True,
     memory: FreeMemory | None = None,
     cache_memory: int | None = None,
-    block_types: tuple[tuple[str, str], ...] = (),
+    gguf_types: Mapping[str, str] | None = None,
 ) -> Demand:
     """Return the demand of a run.
 
@@ -192,7 +192,7 @@ def demand_of(
         sequences: number of simultaneous conversations.
         sampled: whether the prompts are answered.
         cache_memory: bytes of KV cache that the conversations share; None if not limited.
-        block_types: as of `Identity`.
+        gguf_types: as of `Identity`; None for a model that is no GGUF file.
     """
     context = context_of(config, limits)
     ends = [min(length + limits.max_tokens, context) for length in lengths or ()]
@@ -213,7 +213,7 @@ def demand_of(
         drafting=drafting if sampled else NO_DRAFTS,
         memory=memory,
         load=workload_of(config, limits, lengths, sequences=sequences, sampled=sampled, cache_memory=cache_memory),
-        block_types=block_types,
+        gguf_types=gguf_types or {},
     )
 
 

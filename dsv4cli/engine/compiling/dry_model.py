@@ -112,8 +112,9 @@ def one_of_each_kind(demand: Demand) -> Demand:
     kept = sorted({*kept, *range(len(targets))})
     ratios = tuple(config.layer_ratios[layer] for layer in kept)
     stages = config.compress_ratios[config.num_hidden_layers :]
-    outside = [named for named in demand.block_types if not named[0].startswith(BLOCK)]
-    inside = [(f"{BLOCK}{new}.{name}", kind) for new, old in enumerate(kept) for name, kind in types.get(old, ())]
+    reduced_types = {name: kind for name, kind in demand.gguf_types.items() if not name.startswith(BLOCK)}
+    for new, old in enumerate(kept):
+        reduced_types |= {f"{BLOCK}{new}.{name}": kind for name, kind in types.get(old, ())}
     reduced = replace(
         config,
         num_hidden_layers=len(kept),
@@ -121,7 +122,7 @@ def one_of_each_kind(demand: Demand) -> Demand:
         compress_ratios=ratios + stages,
         dspark=config.dspark and replace(config.dspark, target_layer_ids=tuple(range(len(targets)))),
     )
-    return replace(demand, config=reduced, block_types=(*outside, *inside))
+    return replace(demand, config=reduced, gguf_types=reduced_types)
 
 
 def _parts(kind: tuple[bool, int], types: list[tuple[str, str]]) -> Iterator[object]:
@@ -140,7 +141,7 @@ def _parts(kind: tuple[bool, int], types: list[tuple[str, str]]) -> Iterator[obj
 def _types_by_layer(demand: Demand) -> dict[int, list[tuple[str, str]]]:
     """Return the names in a layer, and the types, of its tensors in a GGUF file."""
     found = dict[int, list[tuple[str, str]]]()
-    for name, kind in demand.block_types:
+    for name, kind in demand.gguf_types.items():
         if name.startswith(BLOCK):
             layer, _, rest = name.removeprefix(BLOCK).partition(".")
             found.setdefault(int(layer), []).append((rest, kind))
@@ -149,8 +150,8 @@ def _types_by_layer(demand: Demand) -> dict[int, list[tuple[str, str]]]:
 
 def _specs(demand: Demand) -> dict[str, TensorSpec]:
     """Return the tensors that fill the model's parameters."""
-    if demand.block_types:
-        return loaded_specs(demand.config, dict(demand.block_types))
+    if demand.gguf_types:
+        return loaded_specs(demand.config, demand.gguf_types)
     return loaded_tensors(demand.config, demand.formats)
 
 

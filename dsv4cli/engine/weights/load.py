@@ -144,7 +144,7 @@ def _load_folder(source: FolderSource, numerics: Numerics, target: _Target) -> T
 def _load_gguf(identity: GgufIdentity, numerics: Numerics, target: _Target) -> Transformer:
     """Load a GGUF model, whose blocks keep their bytes."""
     identity.check_readable()
-    table = partial(loaded_specs, types=identity.types)
+    table = partial(loaded_specs, types=identity.gguf_types)
     config, specs, placement = _placed(identity.config, identity.formats, target, table)
     supply = stored_gguf(identity, specs.values(), target.world)
     return _filled(config, numerics, specs, supply, placement, target)

@@ -39,9 +39,14 @@ class BlockType:
     fields: tuple[int, ...] = (0,)
 
     @property
+    def ends(self) -> tuple[int, ...]:
+        """The offsets of the fields, and the bytes of the block."""
+        return (*self.fields, self.nbytes)
+
+    @property
     def unit(self) -> int:
         """Bytes of the widest integers, of up to eight bytes, that the fields consist of: they are copied fastest."""
-        return gcd(8, *self.fields, self.nbytes)
+        return gcd(8, *self.ends)
 
     @property
     def has_scales(self) -> bool:
@@ -122,14 +127,14 @@ def by_block(name: str, rows: Array) -> Array:
 def _in_blocks(kind: BlockType, rows: Array) -> Iterator[Array]:
     """Yield each field of rows of blocks, in units: uint8 [..., bytes] -> [..., blocks, units of the field]."""
     units = reinterpreted(rows, f"int{8 * kind.unit}").reshape(*rows.shape[:-1], -1, kind.nbytes // kind.unit)
-    for start, end in pairwise((*kind.fields, kind.nbytes)):
+    for start, end in pairwise(kind.ends):
         yield units[..., start // kind.unit : end // kind.unit]
 
 
 def _by_field(kind: BlockType, rows: Array) -> Iterator[Array]:
     """Yield the same of rows by field."""
     units, number = reinterpreted(rows, f"int{8 * kind.unit}"), rows.shape[-1] // kind.nbytes
-    for start, end in pairwise((*kind.fields, kind.nbytes)):
+    for start, end in pairwise(kind.ends):
         places = units[..., start // kind.unit * number : end // kind.unit * number]
         yield places.reshape(*rows.shape[:-1], number, -1)
 

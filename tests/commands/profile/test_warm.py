@@ -88,13 +88,13 @@ def test_the_kernels_of_gguf_blocks_are_foretold_by_their_types(dsv4, says, tmp_
     says({})
     assert dsv4("profile", "warm", "--model", str(path), "--card", "h200").code == 0
     warmed, _ = pickle.loads(bytes.fromhex((tmp_path / "given").read_text()))
-    assert dict(warmed.block_types)["blk.0.ffn_gate_exps.weight"] == "IQ2_XXS"
+    assert warmed.gguf_types["blk.0.ffn_gate_exps.weight"] == "IQ2_XXS"
     asked = []
     monkeypatch.setattr(job, "compiled_in_background", lambda out, demand, *rest: asked.append(demand) or nullcontext())
     monkeypatch.setattr(compile_ahead, "found_memory", lambda *given: None)
     monkeypatch.setattr(Job, "kernels", "triton")
     with open_job(Output(Colours()), ModelOptions(str(path), device="cpu"))._compiled([5], True):
-        assert asked[0].block_types == warmed.block_types
+        assert asked[0].gguf_types == warmed.gguf_types
 
 
 def test_what_could_not_be_compiled_is_a_failure(dsv4, says):

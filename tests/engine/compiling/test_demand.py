@@ -97,16 +97,16 @@ def test_steps_far_behind_are_captured_for_as_many_tokens():
 
 def test_one_layer_of_each_gguf_type_is_kept_with_its_types():
     config = parse_config(PRESETS["flash"], "flash").without_drafter()
-    types = [(f"blk.{layer}.ffn_gate_exps.weight", "IQ2_XXS" if layer < 20 else "Q2_K") for layer in range(43)]
+    types = {f"blk.{layer}.ffn_gate_exps.weight": "IQ2_XXS" if layer < 20 else "Q2_K" for layer in range(43)}
     one = demand_of(
         config, Formats(), Numerics.reference(), Limits(), [Sampling()], NO_DRAFTS, None,
-        block_types=(*types, ("output.weight", "Q6_K")),
+        gguf_types=types | {"output.weight": "Q6_K"},
     )  # fmt: skip
     pytest.importorskip("triton")
     from dsv4cli.engine.compiling.dry_model import one_of_each_kind
 
     reduced = one_of_each_kind(one)
-    last, found = reduced.config.num_hidden_layers - 1, dict(reduced.block_types)
+    last, found = reduced.config.num_hidden_layers - 1, reduced.gguf_types
     assert last < 10
     assert [name for name, kind in found.items() if kind == "Q2_K"] == [f"blk.{last}.ffn_gate_exps.weight"]
     assert found["output.weight"] == "Q6_K"

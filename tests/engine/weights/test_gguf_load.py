@@ -97,7 +97,7 @@ def test_blocks_stay_blocks_without_their_drafter(tmp_path, as_stored):
 def test_a_missing_matrix_is_named(tmp_path):
     path, _ = write_nano(tmp_path, DS4)
     identity = FolderSource("test", path).identity
-    types = {name: kind for name, kind in identity.types.items() if name != "blk.1.ffn_up_exps.weight"}
+    types = {name: kind for name, kind in identity.gguf_types.items() if name != "blk.1.ffn_up_exps.weight"}
     with pytest.raises(CheckpointError, match=r"tensor blk\.1\.ffn_up_exps\.weight is missing"):
         loaded_specs(identity.config, types)
 

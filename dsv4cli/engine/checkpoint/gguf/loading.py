@@ -28,7 +28,7 @@ def split_tensors(identity: Identity) -> dict[str, TensorSpec]:
 
 def loaded_table(identity: GgufIdentity) -> dict[str, TensorSpec]:
     """Return the tensors that fill the model's parameters: `loaded_specs` of its configuration and types."""
-    return loaded_specs(identity.config, identity.types)
+    return loaded_specs(identity.config, identity.gguf_types)
 
 
 def loaded_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, TensorSpec]:

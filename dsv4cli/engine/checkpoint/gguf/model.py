@@ -44,21 +44,16 @@ class GgufIdentity(FolderIdentity):
     @cached_property
     def specs(self) -> dict[str, TensorSpec]:
         """The tensor table by official names: FP4 for experts in MXFP4, bf16 for BF16, fp32 for all other types."""
-        return seen_specs(self.config, self.types)
+        return seen_specs(self.config, self.gguf_types)
 
     @cached_property
-    def types(self) -> dict[str, str]:
+    def gguf_types(self) -> dict[str, str]:
         """The types of all tensors by their names in the file."""
         return {name: info.dtype for name, info in self.checkpoint.tensors.items()}
 
-    @property
-    def block_types(self) -> tuple[tuple[str, str], ...]:
-        """The types of all tensors by their names in the file."""
-        return tuple(self.types.items())
-
     def stored_type(self, weight: TensorSpec) -> str:
         """Return the GGUF type of a matrix or other tensor; '' if it is missing."""
-        return self.types.get(gguf_name(weight), "")
+        return self.gguf_types.get(gguf_name(weight), "")
 
     @property
     def layout(self) -> str:

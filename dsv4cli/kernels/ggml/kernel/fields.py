@@ -2,7 +2,7 @@
 
 Eight consecutive columns, an octet, share a scale in every type, and their codes have the same shift in consecutive
 bytes. Rows hold their blocks by field, so that the codes of an octet are one or two loads. `stored_words` returns all
-that is stored of an octet, undecoded, so that a loop can load the next octets before it decodes.
+that is stored of an octet, undecoded, so that a loop can load several octets before it decodes the first.
 """
 
 import math
@@ -11,7 +11,10 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
+from dsv4cli.kernels.ggml import types
 from dsv4cli.kernels.ggml.types import TYPES
+
+row_bytes = constexpr_function(types.row_bytes)
 
 
 @constexpr_function
@@ -27,12 +30,6 @@ def blocks(kind, columns):
 
 
 @constexpr_function
-def row_bytes(kind, columns):
-    """Return the bytes of a row."""
-    return columns // TYPES[kind].values * TYPES[kind].nbytes
-
-
-@constexpr_function
 def field_begin(kind, blocks, field):
     """Return where a field begins in a row of this many blocks."""
     return TYPES[kind].fields[field] * blocks
@@ -41,14 +38,13 @@ def field_begin(kind, blocks, field):
 @constexpr_function
 def field_size(kind, field):
     """Return the bytes of a field in a block."""
-    ends = (*TYPES[kind].fields, TYPES[kind].nbytes)
-    return ends[field + 1] - ends[field]
+    return TYPES[kind].ends[field + 1] - TYPES[kind].ends[field]
 
 
 @constexpr_function
 def alignment(kind, blocks):
     """Return the alignment in bytes, at most 8, of the fields of rows with this many blocks."""
-    return math.gcd(8, *(blocks * end for end in (*TYPES[kind].fields, TYPES[kind].nbytes)))
+    return math.gcd(8, *(blocks * end for end in TYPES[kind].ends))
 
 
 @triton.jit

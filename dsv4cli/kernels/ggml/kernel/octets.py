@@ -31,7 +31,7 @@ _SIGNS, _MAGNITUDES = tl.constexpr(-0x7FFF8000), tl.constexpr(0x00FF00FF)
 _TABLES = {"IQ4_NL": "nl", "IQ4_XS": "nl", "MXFP4": "e2m1"}
 # types whose eighth sign makes the number of minus signs even
 EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
-# words of the codebooks' entries, behind which their tables have the signs
+# number of words of each codebook's entries; the signs follow them in the table
 _WORDS = {name: tables.table(name).size // 4 for name in tables.GRIDS}
 # matrices that are no blocks, such as a few in a file of blocks
 _PLAIN = {torch.bfloat16: "BF16", torch.float32: "F32"}
