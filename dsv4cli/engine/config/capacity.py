@@ -11,6 +11,8 @@ MAX_STEP_TOKENS = 8192
 LIST_BLOCK = 64
 # rows that the reference kernels multiply at once where a step has few
 PRODUCT_ROWS = 4
+# most rows that they multiply in such tiles
+TILED_ROWS = 64
 # tokens of a prompt in a step where nothing says more
 DEFAULT_CHUNK = 4096
 # and on a CPU, where the rows that attention gathers for more are new pages each time

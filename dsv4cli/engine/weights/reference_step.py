@@ -4,7 +4,7 @@ Each term is the bytes of the tensors alive at the peak of one part of the model
 size, N streams, H heads of width d, K experts per token of intermediate size I.
 """
 
-from dsv4cli.engine.config.capacity import LIST_BLOCK, PRODUCT_ROWS, ROLLBACK
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, LIST_BLOCK, PRODUCT_ROWS, ROLLBACK, TILED_ROWS
 from dsv4cli.engine.config.formats import STORAGE, FormatName, is_quantised
 from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
@@ -33,8 +33,13 @@ class WidestStep:
         self.formats = formats
         self.tokens = tokens
         self.multiplied = -(-tokens // PRODUCT_ROWS) * PRODUCT_ROWS
+        # a few tokens are multiplied in tiles, whose outputs are joined; the rows of the last one are repeated to fill it
+        self.tiles = 2 if PRODUCT_ROWS < tokens <= TILED_ROWS else 1
+        last = tokens % PRODUCT_ROWS
+        self.filled = -(-PRODUCT_ROWS // last) * last if last and tokens <= TILED_ROWS else 0
         self.batch = batch
         self.sorted = SORTED_ON_GPU if on_gpu else SORTED
+        self.blocks = -(-context // BLOCK_TOKENS)
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = tokens * config.hidden_size
         self.queries = tokens * config.num_attention_heads * config.head_dim
@@ -46,13 +51,19 @@ class WidestStep:
             + max(self.connections(), self.projections(), self.indexer(), self.attention(), self.experts(), self.head())
         )
 
-    def lists(self) -> float:
-        """Return the bytes of ids, positions, blocks, window rows, rotations, entry table and lists of HCA layers."""
-        c, listed = self.config, self.entries[HCA]
-        rows = 8 + c.sliding_window + (c.sliding_window + 2 * listed if listed else 0)
-        rotations = 3 * c.qk_rope_head_dim // 2  # complex64
-        blocks = self.entries[HCA] + 4
-        return INDEX * (self.tokens * (rows + rotations) + self.batch * (blocks + sum(self.entries.values())))
+    def lists(self) -> int:
+        """Return the bytes of ids, positions, blocks, window rows, rotations, entries and lists of HCA layers."""
+        c = self.config
+        rows = 8 + c.sliding_window
+        if HCA in c.compress_ratios:
+            rows += c.sliding_window + 2 * self.entries[HCA]
+        rotation = c.qk_rope_head_dim // 2  # complex64
+        listed = INDEX * (self.tokens * (rows + 3 * rotation) + self.batch * (self.blocks + 5))
+        for ratio in self.entries.keys() & {*c.compress_ratios}:
+            completed = self.tokens // ratio + self.batch
+            # the five numbers of a group and its cell
+            listed += INDEX * (completed * (6 + rotation) + self.batch * self.blocks * (BLOCK_TOKENS // ratio))
+        return listed
 
     def base(self) -> int:
         """Return the bytes of the streams before, in and after a block, and of a sublayer's input and output."""
@@ -67,11 +78,11 @@ class WidestStep:
     def linear(self, rows: int, columns: int, form: FormatName) -> float:
         """Return the peak memory of a reference linear: its matrix in fp32, input and output in fp32 and rounded."""
         widening, held = WIDENED[form]
-        product = held * rows * columns + FP32 * self.multiplied * (columns + rows)
+        inputs, outputs = FP32 * (self.tokens + self.filled) * columns, FP32 * self.multiplied * rows
         return max(
-            widening * rows * columns + FP32 * self.tokens * columns,
-            product,
-            (FP32 + ACTIVATION) * self.tokens * rows,
+            widening * rows * columns + inputs,
+            held * rows * columns + inputs + self.tiles * outputs,
+            inputs + outputs + max(ACTIVATION, FP32 * (form == "nvfp4")) * self.tokens * rows,
             ROUNDED * self.tokens * columns,
         )
 
@@ -81,8 +92,11 @@ class WidestStep:
         inner, width = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
         widening, held = WIDENED[form.output]
         matrix = inner * width // c.o_groups
-        grouped = max(widening * matrix, held * matrix + FP32 * self.tokens * (width // c.o_groups + 2 * inner))
-        rotated = 3 * ACTIVATION * self.queries
+        # fewer tokens than a tile are copied for all groups at once
+        copied = self.filled * (width if self.tokens < PRODUCT_ROWS else width // c.o_groups)
+        products = FP32 * (copied + self.multiplied * (2 * inner + self.tiles * c.o_lora_rank))
+        grouped = FP32 * self.queries + max(widening * matrix, held * matrix + products)
+        rotated, attended = 3 * ACTIVATION * self.queries, 2 * ACTIVATION * self.queries + self.chosen()
         return (
             self.base()
             + self.inputs()
@@ -90,10 +104,15 @@ class WidestStep:
                 ACTIVATION * self.tokens * c.q_lora_rank + self.linear(width, c.q_lora_rank, form.linear),
                 (2 * FP32 + 2 * ACTIVATION) * self.queries,
                 rotated + 4 * FP32 * self.tokens * c.num_attention_heads * c.qk_rope_head_dim,
-                rotated + grouped,
-                rotated + 2 * ACTIVATION * self.tokens * inner + self.linear(c.hidden_size, inner, form.linear),
+                attended + grouped,
+                attended + 2 * ACTIVATION * self.tokens * inner + self.linear(c.hidden_size, inner, form.linear),
             )
         )
+
+    def chosen(self) -> int:
+        """Return the bytes of a layer's own list, which it keeps until its end: window rows and selected entries."""
+        c = self.config
+        return INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
 
     def compressor(self, ratio: int, width: int) -> float:
         """Return the peak memory of a compressor: values and scores of the step, the rings and new groups' members."""
@@ -101,7 +120,8 @@ class WidestStep:
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
         rows = 4 * self.tokens + 3 * rings + 4 * members
-        return FP32 * (channels * (rows + self.config.hidden_size) + self.multiplied * self.config.hidden_size)
+        matrix = WIDENED[self.formats.dense][1] * channels * self.config.hidden_size
+        return matrix + FP32 * (channels * rows + self.multiplied * self.config.hidden_size)
 
     def indexer(self) -> float:
         """Return the peak memory of the compressors and the indexer: its queries, scores, sort order and selection."""
@@ -115,7 +135,9 @@ class WidestStep:
         scored = padded * (self.batch * INDEX + tokens * ACTIVATION) + (FP32 + ACTIVATION) * heads * c.index_head_dim
         candidates = [
             *pools,
-            self.linear(c.index_n_heads * c.index_head_dim, c.q_lora_rank, self.formats.linear),
+            # the products of the linear before it, attention's queries, are still alive
+            FP32 * self.tiles * self.multiplied * c.num_attention_heads * c.head_dim
+            + self.linear(c.index_n_heads * c.index_head_dim, c.q_lora_rank, self.formats.linear),
             ROTATED * heads * c.index_head_dim,
             scored + LIST_BLOCK * (4 * FP32 * heads + (ACTIVATION + FP32) * tokens * c.index_head_dim),
             scored + ACTIVATION * tokens * padded,
@@ -143,34 +165,48 @@ class WidestStep:
     def attention(self) -> float:
         """Return the peak memory of attention: while it reads list rows, or while it adds a block to the sums."""
         c = self.config
-        lists = INDEX * self.tokens * (c.sliding_window + min(c.index_topk, self.entries[CSA]))
         rows = LIST_BLOCK * self.tokens * c.head_dim
         scores = FP32 * LIST_BLOCK * self.tokens * c.num_attention_heads
         reading = 2 * FP32 * self.queries + (FP32 + 3 * ACTIVATION) * rows + 2 * scores
         adding = 5 * FP32 * self.queries + FP32 * rows + 4 * scores
+        longest = c.sliding_window + max(min(c.index_topk, self.entries[CSA]), self.entries[HCA])
+        lists = self.chosen() + INDEX * self.tokens * -(-longest // LIST_BLOCK) * LIST_BLOCK  # also padded
         return self.base() + self.inputs() + lists + ACTIVATION * self.queries + max(reading, adding)
 
     def experts(self) -> float:
         """Return the peak memory of the experts.
 
-        It is one expert over its tokens, with the outputs of earlier experts, the input and the expert's rows of it; or
-        all outputs while they are put in order. Attention's output is still alive, although already added to the
-        streams.
+        It is one expert over its tokens, with the sum of the experts and the output of the one before, the input, also
+        rounded, and the expert's rows of it; or the shared expert, with the sum; or both sums. The outputs of attention
+        and of the previous layer are still alive, although already added to the streams.
         """
         c, form = self.config, self.formats
-        chosen = self.hidden * c.num_experts_per_tok
-        order = 11 * INDEX * self.tokens * c.num_experts_per_tok
-        router = FP32 * (self.hidden + c.n_routed_experts * (c.hidden_size + 4 * self.tokens))
+        # chosen experts with their order, and factors
+        order = (3 * INDEX + 2 * FP32) * self.tokens * c.num_experts_per_tok
+        router = WIDENED[form.dense][1] * c.n_routed_experts * c.hidden_size
+        router += FP32 * (self.hidden + 4 * self.tokens * c.n_routed_experts)
+        rounded = (FP32 + ACTIVATION) * self.hidden
         return (
             self.base()
             + ACTIVATION * self.hidden
             + max(
-                ACTIVATION * (chosen + 3 * self.hidden) + order + self.expert(form.experts),
-                (3 * ACTIVATION + FP32) * chosen + order + 2 * FP32 * self.hidden,
-                (FP32 + 2 * ACTIVATION) * self.hidden + self.expert(form.linear),
+                order + rounded + 2 * ACTIVATION * self.hidden + self.expert(form.experts),
+                order + rounded + self.expert(form.linear),
+                order + rounded + (ACTIVATION + 2 * FP32) * self.hidden,
                 router,
+                self.one_tile() if self.tokens <= PRODUCT_ROWS else 0,
             )
         )
+
+    def one_tile(self) -> float:
+        """Return the peak memory of all experts of a tile: their inner values or their outputs, and one matrix."""
+        c = self.config
+        count = min(c.n_routed_experts, self.tokens * c.num_experts_per_tok) + 1
+        inner, outputs = (FP32 * PRODUCT_ROWS * count * width for width in (c.moe_intermediate_size, c.hidden_size))
+        widened = max(WIDENED[form][0] for form in (self.formats.experts, self.formats.linear))
+        matrix = widened * c.hidden_size * c.moe_intermediate_size
+        rounded = ACTIVATION * self.hidden + FP32 * self.filled * c.hidden_size
+        return rounded + max(2 * inner + matrix, 6 * inner, 3 * inner + outputs + matrix, inner + 4 * outputs)
 
     def expert(self, form: FormatName) -> float:
         """Return the peak memory of one expert over all tokens: gate, up, their product, and a linear.

@@ -54,15 +54,16 @@ def mixture(
     numbers = sorted({*chain(*factors)})  # ascending, the order in which a token's experts are added
     matrices = [*_matrices(weights, numbers), shared.matrices]
     tile = alike.filled(x.float())
-    linears = [F.linear(tile, w1.values()) for w1, _, _ in matrices] + [
-        F.linear(tile, w3.values()) for *_, w3 in matrices
-    ]
-    gate, up = torch.stack(linears, 1)[: len(x)].to(x.dtype).chunk(2, 1)  # [T, experts, I], the shared one last
+    products = (F.linear(tile, one.values()) for one in [w1 for w1, _, _ in matrices] + [w3 for *_, w3 in matrices])
+    gate, up = torch.stack([*products], 1)[: len(x)].to(x.dtype).chunk(2, 1)  # [T, experts, I], the shared one last
     factor = torch.tensor([[*(own.get(number, 0.0) for number in numbers), 1.0] for own in factors], device="cpu")
     inner = (factor.unsqueeze(-1) * gated(gate, up, limit)).to(x.dtype).float()
     if round_inner:
         inner = block_scale.fp8_round(inner, FP8_BLOCK)
-    outputs = alike.grouped_product(inner, [w2.values() for _, w2, _ in matrices]).to(x.dtype).float()
+    pairs = zip(alike.filled(inner).unbind(1), matrices, strict=True)
+    # one matrix is dequantized at a time
+    products = (F.linear(rows, w2.values()) for rows, (_, w2, _) in pairs)
+    outputs = torch.stack([*products], 1)[: len(x)].to(x.dtype).float()
     if any(len(own) < len(numbers) for own in factors):
         # -0.0 + x has the bits of any x
         unused = torch.tensor([[*(number not in own for number in numbers), False] for own in factors], device="cpu")

@@ -41,9 +41,9 @@ from dsv4cli.engine.weights.load import build_random
 from dsv4cli.engine.weights.reference_step import WidestStep
 from dsv4cli.engine.weights.reserve import Workload, cache_bytes
 from dsv4cli.errors import CheckpointError, UnsupportedHardware, UsageError
-from dsv4cli.kernels import alike, card
+from dsv4cli.kernels import alike, card, rows
 from dsv4cli.kernels.attention import ref as attention_ref
-from dsv4cli.kernels.block_scale.ref import widen_e4m3
+from dsv4cli.kernels.block_scale.ref import unpack_e2m1, widen_e4m3
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from dsv4cli.output import Colours, Output
@@ -72,6 +72,7 @@ def with_ram(machine: Machine, free: float) -> Machine:
 def test_the_constants_are_the_engine_s():
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
     assert alike.TILE == capacity.PRODUCT_ROWS
+    assert rows.ROWS_ALIKE == capacity.TILED_ROWS
     assert machines.OLDEST == card.OLDEST
 
 
@@ -148,6 +149,12 @@ STEPS = {
         128,
         1,
     ),
+    # few tokens have one matrix at a time too
+    "experts of a tile": ({"hidden_size": 1024, "moe_intermediate_size": 1024, "num_experts_per_tok": 4}, 2, 512, 1),
+    "one expert of one token": ({"moe_intermediate_size": 4096, "num_experts_per_tok": 1}, 1, 4096, 1),
+    "queries of tiles": ({"num_attention_heads": 16, "q_lora_rank": 1024}, 24, 129, 8),
+    "queries of a filled tile": ({"num_attention_heads": 16, "q_lora_rank": 1024}, 3, 100, 1),
+    "output of tiles": ({"hidden_size": 128, "num_attention_heads": 16, "o_lora_rank": 512}, 64, 1024, 4),
 }
 
 
@@ -168,7 +175,7 @@ def ready(model: Transformer, device: str, tokens: int, context: int, batch: int
     return step
 
 
-FEW = ("attention",)
+FEW = ("attention", "experts of a tile")
 
 
 @pytest.mark.parametrize("case", slow_except(FEW, STEPS))
@@ -176,7 +183,9 @@ def test_workspace_bounds_what_a_step_allocates(case):
     change, tokens, context, batch = STEPS[case]
     config = parse_config(TINY | {"num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4]} | change | NO_DRAFTER, "")
     step = ready(build_random(config, Numerics.reference()), "cpu", tokens, context, batch)
-    widen_e4m3(torch.zeros(2).to(torch.float8_e4m3fn))  # its table stays, half a megabyte
+    # their tables stay, half a megabyte
+    widen_e4m3(torch.zeros(2).to(torch.float8_e4m3fn))
+    unpack_e2m1(torch.zeros(1, dtype=torch.int8))
     with Peak("cpu") as peak:
         step()
     estimate = WidestStep(config, OFFICIAL, tokens=tokens, batch=batch, context=context, on_gpu=False).peak()
