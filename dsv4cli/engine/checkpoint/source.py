@@ -24,10 +24,15 @@ from dsv4cli.harmless import shell_word
 REPOSITORY = re.compile(
     r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?(:(?P<variant>[\w.+-][\w.+/-]*))?", re.ASCII
 )
+# suffixes of a checkpoint's files: a name that ends with one is a file, missing or not
+FILE_SUFFIXES = (SUFFIX, ".safetensors", ".json")
+# names of other files in an error
+NAMES_LISTED = 3
 RANDOM_OPTIONS = ("layers", "experts", "seed")
 RANDOM_FORM = f"random:PRESET[,layers=N][,experts=N][,seed=N] with PRESET one of {', '.join(PRESETS)}"
 KNOWN = f"{', '.join(IN_PACKAGE)}, {', '.join(ALIASES)}, org/name[@revision][:NAME], {RANDOM_FORM}"
 MAX_SEED = 2**63 - 1
+_OTHER_MODELS = "check the path, or use a known model: " + KNOWN
 
 
 @dataclass(frozen=True)
@@ -102,12 +107,36 @@ def resolve_model(text: str) -> FolderSource | RandomSource:
             return FolderSource(text, path)
         remedy = f"use the folder of the checkpoint: {folder_word(path.parent)}"
         raise UsageError(f"{text} is a file; a model is a folder", remedy)
+    if names_missing_file(text):
+        raise ModelNotFound(f"there is no file {text}", _other_files(path) or _OTHER_MODELS)
     if REPOSITORY.fullmatch(text):
         return resolve_repository(text)
     if "/" in text or text.startswith(("~", ".")):
-        what = "file" if path.suffix == SUFFIX else "folder"
-        raise ModelNotFound(f"there is no {what} {text}", "check the path, or use a known model: " + KNOWN)
+        raise ModelNotFound(f"there is no folder {text}", _OTHER_MODELS)
     raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN)
+
+
+def names_missing_file(text: str) -> bool:
+    """Return whether `text` is the path of a file that does not exist, and not a repository.
+
+    `org/name.gguf` may be a repository unless there is a folder `org`.
+    """
+    path = Path(os.path.expanduser(text))
+    if not _is_file_name(text) or os.path.exists(path):
+        return False
+    match = REPOSITORY.fullmatch(text)
+    return match is None or (match["name"] == text and os.path.isdir(path.parent))
+
+
+def _is_file_name(text: str) -> bool:
+    return text.lower().endswith(FILE_SUFFIXES)
+
+
+def _other_files(path: Path) -> str:
+    """Return advice that names the GGUF files next to a missing one, '' if there are none."""
+    names = sorted(other.name for other in path.parent.glob("*" + SUFFIX)) if path.suffix == SUFFIX else []
+    more = f" and {len(names) - NAMES_LISTED:,} more" if len(names) > NAMES_LISTED else ""
+    return f"check the name: its folder has {', '.join(names[:NAMES_LISTED])}{more}" if names else ""
 
 
 def resolve_repository(text: str) -> FolderSource:
@@ -128,7 +157,8 @@ def resolve_repository(text: str) -> FolderSource:
         raise UsageError(f"{text!r} is neither a folder nor a known model", "known names: " + KNOWN) from None
     except LocalEntryNotFoundError:
         snapshot = f"{repository} at {revision}" if revision else repository
-        other = "" if text in ALIASES or variant else f" and there is no folder {text}"
+        what = "file" if _is_file_name(text) else "folder"
+        other = "" if text in ALIASES or variant else f" and there is no {what} {text}"
         folder = hidden_folder(text)
         remedy = f", or write the folder here as {folder}" if folder else ""
         raise ModelNotFound(

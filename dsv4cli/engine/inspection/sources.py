@@ -18,6 +18,7 @@ from dsv4cli.engine.checkpoint.source import (
     REPOSITORY,
     FolderSource,
     RandomSource,
+    names_missing_file,
     resolve_model,
     resolve_repository,
 )
@@ -172,7 +173,7 @@ def resolve_inspectable(text: str, say: "Callable[[str], None]" = _silent) -> In
     try:
         found = resolve_model(text) if name == text else resolve_repository(name)
     except (ModelNotFound, ChoiceNeeded):
-        if match is None or _is_offline():
+        if match is None or names_missing_file(text) or _is_offline():
             raise
         return RemoteSource(text, say)
     lists = name != text and match is not None and not match["variant"] and not _is_offline()

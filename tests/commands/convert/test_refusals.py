@@ -121,6 +121,7 @@ def test_a_source_that_is_damaged_or_another_model(tmp_path, harm):
     ("source", "code", "words"),
     [
         ("{tmp}/nothing", 1, ["there is no folder {tmp}/nothing", "check the path"]),
+        ("nothing.gguf", 1, ["there is no file nothing.gguf", "check the path"]),
         ("nothing", 2, ["'nothing' is neither a folder nor a known model", "known names: nano, nano-0731, flash"]),
         ("", 2, ["'' is neither a folder nor a known model"]),
         ("{tmp}/full", 1, ["{tmp}/full contains no safetensors file"]),

@@ -263,6 +263,8 @@ def test_a_name_of_a_tensor_begins_no_line_and_does_not_flood_the_terminal(tmp_p
         (["inspect", FLASH, "--tensor", ""], 2, "has no tensor ''"),
         (["inspect", FLASH, "--layer", ""], 2, "there is no layer "),
         (["inspect", FLASH, "--diff", ""], 2, "error: '' is neither a folder nor a known model"),
+        (["inspect", "nothing.gguf"], 1, "error: there is no file nothing.gguf\n→ "),
+        (["inspect", FLASH, "--diff", "nothing.safetensors"], 1, "error: there is no file nothing.safetensors\n→ "),
         (["inspect", "nothing"], 2, "error: 'nothing' is neither a folder nor a known model\n→ "),
     ],
 )

@@ -141,6 +141,7 @@ def test_a_step_that_does_not_fit(dsv4, monkeypatch, tmp_path):
         (["hi", "--max-context", "6"], 2, ["the prompt has 6 tokens", "limit is 6 tokens, including the answer"]),
         (["a\udcffb"], 2, ["PROMPT is not UTF-8", "byte 0xff at offset 1"]),
         (["hi", "--model", "./nothing"], 1, ["there is no folder ./nothing"]),
+        (["hi", "--model", "nothing.gguf"], 1, ["there is no file nothing.gguf"]),
         (["hi", "--model", __file__], 2, ["is a file; a model is a folder"]),
         (["--messages", "nothing.json"], 2, ["nothing.json cannot be read: No such file"]),
         (["--prompts", FLASH], 2, ["tiny-flash cannot be read: Is a directory"]),

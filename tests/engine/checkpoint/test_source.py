@@ -1,5 +1,6 @@
 """What a user may name as a model; the Hugging Face cache is a folder made here."""
 
+import re
 import socket
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from dsv4cli.engine.checkpoint.names import ALIASES
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource, resolve_model
 from dsv4cli.engine.config.presets import PRESETS
 from dsv4cli.engine.config.read import parse_config
+from dsv4cli.engine.inspection.sources import resolve_inspectable
 from dsv4cli.errors import CheckpointError, ModelNotFound, UsageError
 from tests.support.damage import GOLDEN
 
@@ -71,6 +73,55 @@ def test_what_is_not_in_the_cache_is_told_how_to_fetch(text, command):
 def test_a_path_to_nothing_is_not_found(text):
     with pytest.raises(ModelNotFound, match=f"there is no folder {text}"):
         resolve_model(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model.gguf",
+        "model-00002-of-00003.gguf",
+        "Model.GGUF",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "here/model.gguf",
+        "here/model.safetensors",
+        "./model.gguf",
+        "~/model.safetensors",
+        "here/a/b.gguf",
+        "ä.gguf",
+        "a\0b.gguf",
+        "x" * 300 + ".gguf",
+    ],
+)
+def test_a_file_that_does_not_exist(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for resolve in (resolve_model, resolve_inspectable):
+        with pytest.raises(ModelNotFound, match=f"^there is no file {re.escape(text)}$") as caught:
+            resolve(text)
+        assert "check the path, or use a known model: nano" in caught.value.remedy
+
+
+def test_the_files_next_to_a_missing_one_are_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in (1, 3):
+        (tmp_path / f"x-{number:05}-of-00003.gguf").touch()
+    (tmp_path / "other.json").touch()
+    with pytest.raises(ModelNotFound, match=r"there is no file x-00002-of-00003\.gguf") as caught:
+        resolve_model("x-00002-of-00003.gguf")
+    assert caught.value.remedy == "check the name: its folder has x-00001-of-00003.gguf, x-00003-of-00003.gguf"
+    for name in "ab":
+        (tmp_path / f"{name}.gguf").touch()
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model(str(tmp_path / "y.gguf"))
+    assert caught.value.remedy.endswith(" has a.gguf, b.gguf, x-00001-of-00003.gguf and 1 more")
+
+
+def test_a_repository_may_be_named_as_a_file_is(cache):
+    with pytest.raises(ModelNotFound, match="not in the Hugging Face cache and there is no file some/model.gguf"):
+        resolve_model("some/model.gguf")
+    snapshot = fill(cache, "some/model.gguf")
+    assert resolve_model("some/model.gguf") == FolderSource("some/model.gguf", snapshot)
 
 
 @pytest.mark.parametrize("text", ["", " ", "nothing", "a b", "flash,layers=3", "a\0b", "x" * 300, "é/b", "a--b/c..d"])
