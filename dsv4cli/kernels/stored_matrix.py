@@ -1,5 +1,6 @@
 """A weight matrix in its storage format, as the kernels take it."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ class StoredMatrix(NamedTuple):
 
     Attributes:
         weight: [..., N, K], or [..., N, K / 2] for FP4 and NVFP4; formats as for `block_scale.dequantise`.
-        scale: block scales, as for `block_scale.dequantise`; None for bf16 and fp32 weights without scales.
+        scale: block scales, as for `block_scale.dequantise`; None for fp16, bf16 and fp32 weights without scales.
         scale_2: fp32 [...] for NVFP4: one factor per matrix, which multiplies the sums in fp32; otherwise None.
     """
 
@@ -36,6 +37,21 @@ class StoredMatrix(NamedTuple):
         # fp32 values already include the scale
         scale = None if self.scale is None or self.weight.dtype == torch.float32 else self.scale[number]
         return StoredMatrix(self.weight[number], scale, None if self.scale_2 is None else self.scale_2[number])
+
+    @property
+    def columns(self) -> int:
+        """The number of columns K of a matrix without scales."""
+        return self.weight.shape[-1]
+
+    def parts(self, size: int) -> Iterator["StoredMatrix"]:
+        """Yield the rows of a matrix without scales, as many at a time as have up to `size` values."""
+        assert self.scale is None, "the rows of a part may end inside a block of scales"
+        for weight in self.weight.split(max(size // self.columns, 1)):
+            yield self._replaced(weight)
+
+    def _replaced(self, weight: torch.Tensor) -> "StoredMatrix":
+        """Return another matrix without scales in the same format."""
+        return StoredMatrix(weight)
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values [..., N, K]. scale_2 is not applied."""
@@ -64,14 +80,23 @@ class BlockMatrix(StoredMatrix):
         """The GGUF type of the blocks."""
         return self._block_type
 
+    @property
+    def columns(self) -> int:
+        """The number of columns K."""
+        kind = TYPES[self._block_type]
+        return self.weight.shape[-1] // kind.nbytes * kind.values
+
     def row(self, number: int) -> "BlockMatrix":
         """Return the matrix in this row of a stack."""
-        return BlockMatrix.of(self.weight[number], self._block_type)
+        return self._replaced(self.weight[number])
+
+    def _replaced(self, weight: torch.Tensor) -> "BlockMatrix":
+        """Return another matrix of this type."""
+        return BlockMatrix.of(weight, self._block_type)
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values [..., N, K], decoded a few rows at a time."""
-        rows, kind = self.weight.reshape(-1, self.weight.shape[-1]), TYPES[self._block_type]
-        columns = rows.shape[1] // kind.nbytes * kind.values
+        rows, columns = self.weight.reshape(-1, self.weight.shape[-1]), self.columns
         step = max((CPU_CHUNK if rows.device.type == "cpu" else GPU_CHUNK) // columns, 1)
         values = torch.empty(len(rows), columns, dtype=torch.float32, device=rows.device)
         for start in range(0, len(rows), step):

@@ -4,10 +4,11 @@ docs/internals/kernels.md, "GGUF blocks".
 python -m tests.benchmarks.gguf_speed --batch 1 --batch 16 --prefill 8192
 python -m tests.benchmarks.gguf_speed --types Q4_K,Q4_K,Q8_0 --model random:flash,experts=128
 
-The head, the embedding, routers, compressors and norms are those of the official form. Of a GGUF file they become fp32.
+Every tensor has the type that it has in a 2-bit file of ds4 or unsloth, except those that `--types` names.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -15,8 +16,9 @@ from time import perf_counter
 
 import torch
 
-from dsv4cli.engine.checkpoint.gguf.loading import blocks_of
-from dsv4cli.engine.checkpoint.layout import TensorSpec, loaded_tensors, matrices
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
+from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.storage import Formats
@@ -29,22 +31,25 @@ from dsv4cli.kernels.ggml import types as ggml
 from tests.benchmarks.decode_speed import decode, prefill
 from tests.support.ggml_blocks import random_rows
 
+# types by a pattern of the name, the first that matches, of tensors that are not of the type of most matrices
+RECIPES = {
+    "ds4": {r"token_embd|gate_inp|hc_|compressor|indexer": "F16"},
+    "unsloth": {r"gate_inp": "BF16", r"hc_|_ape|indexer\.proj": "F32"},
+}
 # rows of blocks that each matrix repeats; tokens of a chunk of a prompt
 ROWS, CHUNK = 64, 8192
 
 
-def block_table(config: ModelConfig, types: list[str]) -> dict[str, TensorSpec]:
-    """The tensors, with the quantized matrices as blocks of these types: w1 and w3 of experts, w2, all others."""
+def block_table(config: ModelConfig, types: list[str], recipe: dict[str, str]) -> dict[str, TensorSpec]:
+    """The tensors that are loaded of a file with these types of w1 and w3 of experts, of w2, and of other matrices."""
     up, down, others = types
-    found: dict[str, TensorSpec] = {}
-    for roles in matrices(loaded_tensors(config, Formats()).values()).values():
-        weight = roles["weight"]
-        if weight.form is None:
-            found |= {spec.name: spec for spec in roles.values()}
-        else:
-            kind = others if weight.expert is None else down if ".w2." in weight.name else up
-            found[weight.name] = blocks_of(weight, kind)
-    return found
+    kinds = {r"ffn_down_exps": down, r"_exps": up} | recipe | {r"": others}
+    found: dict[str, str] = {}
+    for spec in expected_tensors(config, Formats("f32", "f32", "f32")).values():
+        name = gguf_name(spec)
+        kind = next(kind for pattern, kind in kinds.items() if re.search(pattern, name))
+        found[name] = kind if len(spec.shape) > 1 else "F32"
+    return loaded_specs(config, found)
 
 
 @cache
@@ -73,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random:flash")
     parser.add_argument("--types", default="IQ2_XXS,Q2_K,Q8_0", help="of w1 and w3 of experts, of w2, of all others")
+    parser.add_argument("--recipe", choices=RECIPES, default="ds4", help="the publisher of the file's other types")
     parser.add_argument("--context", type=int, default=4096, help="tokens before the step")
     parser.add_argument("--batch", type=int, action="append", help="sequences; 1 if absent")
     parser.add_argument("--prefill", type=int, action="append", default=[], help="tokens of a prompt")
@@ -81,13 +87,14 @@ def main() -> None:
         sys.exit("there is no CUDA GPU to measure")
     device, begin = torch.device("cuda"), perf_counter()
     config = resolve_model(asked.model).identity.config.without_drafter()
-    specs = block_table(config, asked.types.split(","))
+    specs = block_table(config, asked.types.split(","), RECIPES[asked.recipe])
     torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
         model = Transformer(config, Numerics.reference(), SINGLE)
         fill(model, specs, made(tensors(specs, config, device)), device=device, world=SINGLE)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        print(f"{asked.model} in {asked.types}: {size / 1e9:.1f} GB in {perf_counter() - begin:.1f} s", flush=True)
+        what = f"{asked.model} in {asked.types}, {asked.recipe}"
+        print(f"{what}: {size / 1e9:.1f} GB in {perf_counter() - begin:.1f} s", flush=True)
         step = argparse.Namespace(temperature=1.0, trace=None, wrong=False)
         for batch in asked.batch or [1]:
             decode(model.eval(), SINGLE, device, (asked.context, batch), 0, step)

@@ -74,7 +74,7 @@ def every() -> Iterator[Operation]:
     yield partial(expert_cache.fetch, _make(1, 6, dtype=INT64), plan, held, stacks)
     for tokens in (1, 64, 4096):
         yield partial(gemm.linear, _make(tokens, 4096), StoredMatrix(_make(1024, 4096)))
-        yield partial(gemm.linear_fp32, _real(tokens, 4096), _real(1024, 4096))
+        yield partial(gemm.linear_fp32, _real(tokens, 4096), StoredMatrix(_real(1024, 4096)))
         yield partial(gemm.rounded_linear, _make(tokens, 4096), _fp4(1, 1024, 4096).row(0))
     entries = indexer.IndexEntries(_make(1, 1024, dtype=INT64), _make(1, dtype=INT64), _make(1, dtype=INT64))
     queries, keys = (

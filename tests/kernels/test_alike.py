@@ -57,13 +57,13 @@ def gemms() -> dict[str, Case]:
     groups = normal(ROWS_ALIKE, 3, WIDTH)
     return {
         "linear": (lambda x: gemm.linear(x, plain), (x,)),
-        "linear of one column": (lambda x: gemm.linear_fp32(x, weight[:1]), (x,)),
-        "linear of few columns": (lambda x: gemm.linear_fp32(x, weight[:7]), (x,)),
-        "linear_fp32": (lambda x: gemm.linear_fp32(x, weight), (bf16,)),
+        "linear of one column": (lambda x: gemm.linear_fp32(x, StoredMatrix(weight[:1])), (x,)),
+        "linear of few columns": (lambda x: gemm.linear_fp32(x, StoredMatrix(weight[:7])), (x,)),
+        "linear_fp32": (lambda x: gemm.linear_fp32(x, StoredMatrix(weight)), (bf16,)),
         "rounded_linear": (lambda x: gemm.rounded_linear(x, coded), (bf16,)),
         "grouped_linear": (lambda x: gemm.grouped_linear(x, coded), (groups,)),
         "linears": (
-            lambda x: list(chain(*gemm.linears(x, [coded], [plain], [weight]))),
+            lambda x: list(chain(*gemm.linears(x, [coded], [plain], [StoredMatrix(weight)]))),
             (bf16,),
         ),
         "normed_linears": (

@@ -46,7 +46,8 @@ def fp4(*shape: int) -> StoredMatrix:
 
 def linears(large: bool) -> Case:
     width, rows = (4096, 1024) if large else (256, 128)
-    coded, plain, wide = [fp8(rows, width), fp8(128, width)], [StoredMatrix(normal(64, width))], [normal(rows, width)]
+    coded, plain = [fp8(rows, width), fp8(128, width)], [StoredMatrix(normal(64, width))]
+    wide = [StoredMatrix(normal(rows, width))]
     return lambda x: sum(map(tuple, gemm.linears(x, coded, plain, wide)), ()), (normal(ROWS_EXACT, width),)
 
 
@@ -71,7 +72,7 @@ def rounded_linear(large: bool) -> Case:
 def head(large: bool) -> Case:
     width, rows = (4096, 16_160) if large else (128, 67)
     weight = normal(rows, width)
-    return lambda x: gemm.linear_fp32(x, weight), (normal(ROWS_EXACT, width),)
+    return lambda x: gemm.linear_fp32(x, StoredMatrix(weight)), (normal(ROWS_EXACT, width),)
 
 
 def connection(large: bool, rows: int = 24) -> Connection:

@@ -122,7 +122,7 @@ def test_columns_that_fill_no_power_of_two():
 def test_linear_fp32_is_not_rounded(shape, dtype):
     tokens, columns, rows = shape
     x, matrix = inputs(tokens, columns).to(dtype), weights("bf16", rows, columns)
-    y = linear_fp32(x, matrix.weight)
+    y = linear_fp32(x, matrix)
     assert y.dtype == torch.float32
     assert torch.equal(y.double(), exactly(x, matrix))
 
@@ -163,12 +163,12 @@ def test_linears_are_the_single_ones(tokens):
     x = inputs(tokens, 256).bfloat16()
     rounded = [weights("fp8", 66, 256), weights("fp8", 5, 256)]
     plain = [weights("bf16", 3, 256), weights("fp8", 4, 256)]
-    fp32 = [weights("bf16", rows, 256)[0] for rows in (9, 8, 1)]
+    fp32 = [weights("bf16", rows, 256) for rows in (9, 8, 1)]
     got = linears(x, rounded, plain, fp32)
     expected = (
         [rounded_linear(x, matrix) for matrix in rounded],
         [linear(x, matrix) for matrix in plain],
-        [linear_fp32(x, weight) for weight in fp32],
+        [linear_fp32(x, matrix) for matrix in fp32],
     )
     assert [[y.dtype for y in ys] for ys in got] == [[y.dtype for y in ys] for ys in expected]
     assert all(
@@ -248,7 +248,7 @@ def test_linears_of_each_kind_alone():
     exact = exactly(x, matrix).float()
     assert torch.equal(linears(x, rounded=[matrix])[0][0], exact.bfloat16())
     assert torch.equal(linears(x, plain=[matrix])[1][0], exact.bfloat16())
-    assert torch.equal(linears(x, fp32=[values_of(matrix).float()])[2][0], exact)
+    assert torch.equal(linears(x, fp32=[StoredMatrix(values_of(matrix).float())])[2][0], exact)
     assert linears(x) == ([], [], [])
 
 
@@ -268,7 +268,7 @@ def test_sums_are_taken_in_fp32():
     assert linear(x, StoredMatrix(weight)).item() == 576
     # and in TF32 this product would lose its last bits
     exact = 1 + 2.0**-12
-    assert linear_fp32(torch.tensor([[exact]]), torch.tensor([[exact]])).item() == exact**2 - 2.0**-24
+    assert linear_fp32(torch.tensor([[exact]]), StoredMatrix(torch.tensor([[exact]]))).item() == exact**2 - 2.0**-24
 
 
 @pytest.mark.usefixtures("backend")
@@ -277,7 +277,7 @@ def test_fp32_is_multiplied_in_fp32(tokens):
     x, weight = torch.randn(tokens, 256), torch.randn(9, 256)
     # each of the products and sums rounds once
     error = (x.double().abs() @ weight.double().abs().T) * 256 * FP32
-    assert_rounded_once(linear_fp32(x, weight), exactly(x, StoredMatrix(weight)), error)
+    assert_rounded_once(linear_fp32(x, StoredMatrix(weight)), exactly(x, StoredMatrix(weight)), error)
 
 
 @pytest.mark.usefixtures("backend")

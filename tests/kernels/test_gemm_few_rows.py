@@ -41,7 +41,7 @@ def test_all_kinds_of_weights(tokens, columns, tiles, tiled):
     x, coded, plain = inputs(tokens, columns).bfloat16(), weights("fp8", 70, columns), weights("bf16", 33, columns)
     # in the block of 449 17 becomes 16
     x[:, :2] = torch.tensor([449.0, 17.0]).bfloat16()
-    rounded, same, wide = linears(x, [coded], [coded, plain], [plain.weight])
+    rounded, same, wide = linears(x, [coded], [coded, plain], [plain])
     assert torch.equal(rounded[0], exactly(block_scale.fp8_round(x, 128), coded).float().bfloat16())
     assert torch.equal(same[0], exactly(x, coded).float().bfloat16())
     assert torch.equal(same[1], exactly(x, plain).float().bfloat16())

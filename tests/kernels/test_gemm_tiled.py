@@ -42,7 +42,7 @@ def test_linear_rounds_once(tiled, shape, form, dtype):
     y = tiled.linear(x, matrix)
     assert torch.equal(y, exact.float().to(dtype))
     if matrix.scale is None:
-        assert torch.equal(tiled.linear_fp32(x, matrix.weight).double(), exact)
+        assert torch.equal(tiled.linear_fp32(x, matrix).double(), exact)
 
 
 @pytest.fixture(params=[True, False], ids=["codes", "bf16"])
@@ -104,7 +104,7 @@ def test_rounded_linear_of_real_numbers(tiled, coded, tokens, columns, rows, mon
 def test_several_linears_share_their_input(tiled):
     x = torch.randn(19, 256).bfloat16()
     rounded = [weights("fp8", 40, 256), weights("fp4", 24, 256), weights("fp8", 8, 256)]
-    plain, fp32 = [weights("fp8", 16, 256), weights("bf16", 24, 256)], [weights("bf16", 8, 256).weight]
+    plain, fp32 = [weights("fp8", 16, 256), weights("bf16", 24, 256)], [weights("bf16", 8, 256)]
     ours = tiled.linears(x, rounded, plain, fp32)
     for y, matrix in zip(ours[0], rounded, strict=True):
         assert torch.equal(y, tiled.rounded_linear(x, matrix))

@@ -71,18 +71,44 @@ def test_groups(tokens):
     assert torch.equal(y, torch.stack(each, 1))
 
 
+@pytest.mark.parametrize(("tokens", "kind"), [(1, "Q8_0"), (17, "Q8_0"), *slow_rows((5, "Q6_K"), (1, "F16"))])
+def test_linear_fp32_is_not_rounded(tokens, kind):
+    matrix = blocks(kind, 19, 256)
+    x = torch.randn(tokens, 256).bfloat16()
+    y, exact = gemm.linear_fp32(x, matrix), x.double() @ matrix.values().double().T
+    assert y.dtype == torch.float32
+    error = (2.0**-17 * (tokens > 16) + 256 * 2.0**-24) * (x.double().abs() @ matrix.values().double().abs().T)
+    assert ((y - exact).abs() <= error).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 17, *slow(3, 16, 70)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=str)
+def test_fp16_is_multiplied_exactly(tokens, dtype):
+    # subnormal numbers too: bf16 has neither their bits nor, in one number, those of larger ones
+    weight = torch.randn(40, 128).mul(2.0 ** -torch.randint(0, 24, (40, 1))).half()
+    matrix, x = StoredMatrix(weight), torch.randn(tokens, 128).to(dtype)
+    exact, error = x.double() @ weight.double().T, 128 * 2.0**-24 * (x.double().abs() @ weight.double().abs().T)
+    assert ((gemm.linear_fp32(x, matrix) - exact).abs() <= error).all()
+    assert_rounded_once(gemm.linear(x, matrix), exact, error)
+    (of_plain,), (of_fp32,) = gemm.linears(x, (), [matrix], [matrix])[1:]
+    assert ((of_fp32 - exact).abs() <= error).all()
+    assert_rounded_once(of_plain, exact, error)
+    assert_rounded_once(gemm.grouped_linear(x[:, None], matrix)[:, 0], exact, error)
+
+
 @pytest.mark.parametrize("tokens", [1, *slow(20)])
 def test_linears_of_several_types_and_formats(tokens):
     plain = [blocks("Q8_0", 9, 64), StoredMatrix(torch.randn(5, 64).bfloat16()), blocks("Q4_0", 7, 64)]
     plain.append(blocks("Q8_0", 17, 64, seed=2))
-    weight, norm = torch.randn(6, 64), torch.rand(64)
-    x = torch.randn(tokens, 64).bfloat16()
-    _, found, of_fp32 = gemm.linears(x, (), plain, [weight])
+    fp32 = [blocks("Q8_0", 7, 64, seed=3), StoredMatrix(torch.randn(6, 64)), StoredMatrix(torch.randn(3, 64).half())]
+    x, norm = torch.randn(tokens, 64).bfloat16(), torch.rand(64)
+    _, found, of_fp32 = gemm.linears(x, (), plain, fp32)
     for y, matrix in zip(found, plain, strict=True):
         # a kernel for several bf16 or fp32 linears may sum in another order
         assert torch.equal(y, gemm.linear(x, matrix)) or matrix.block_type is None
         torch.testing.assert_close(y, gemm.linear(x, matrix), rtol=2**-7, atol=2**-7)
-    torch.testing.assert_close(of_fp32[0], gemm.linear_fp32(x, weight), rtol=1e-4, atol=1e-4)
+    for y, matrix in zip(of_fp32, fp32, strict=True):
+        torch.testing.assert_close(y, gemm.linear_fp32(x, matrix), rtol=1e-4, atol=1e-4)
     _, normed = gemm.normed_linears(x, norm, 1e-6, (), plain)
     expected = gemm.linears(gemm.rms_norm(x, norm, 1e-6), (), plain)[1]
     assert all(map(torch.equal, normed, expected))

@@ -39,8 +39,8 @@ DS4 = VECTORS | {
 UNSLOTH = VECTORS | {
     r"blk\.0\.ffn_down_exps": "IQ3_S", r"blk\.1\.ffn_down_exps": "IQ4_XS", r"blk\.2\.ffn_down_exps": "MXFP4",
     r"blk\.3\.ffn_down_exps": "Q3_K", r"blk\.0\..*_exps": "IQ2_XS", r"blk\.1\..*_exps": "IQ2_S",
-    r"blk\.3\..*_exps": "IQ4_NL", r"_exps": "IQ3_XXS", r"gate_inp|_ape|hc_": "F32", r"indexer\.attn_q_b": "BF16",
-    r"shexp": "Q6_K", r"": "Q8_0",
+    r"blk\.3\..*_exps": "IQ4_NL", r"_exps": "IQ3_XXS", r"_ape|hc_|indexer\.proj": "F32", r"gate_inp": "BF16",
+    r"shexp|output_b": "Q6_K", r"": "Q8_0",
 }  # fmt: skip
 MIXES = {"llama.cpp": LLAMA, "ds4": DS4, "unsloth": UNSLOTH}
 Tensors = dict[str, tuple[str, tuple[int, ...]]]

@@ -23,7 +23,8 @@ def part_shape(spec: TensorSpec, ranks: int) -> tuple[int, ...]:
     block, what = STORAGE[spec.form].rows if spec.form and not spec.is_scale else 1, str([*spec.shape])
     if kind is not None:
         block = TYPES[kind].nbytes if spec.shard else 1
-        what = f"[{spec.shape[0]}, {spec.columns}] ({kind}, blocks of {TYPES[kind].values})"
+        columns = spec.shape[1] // TYPES[kind].nbytes * TYPES[kind].values
+        what = f"[{spec.shape[0]}, {columns}] ({kind}, blocks of {TYPES[kind].values})"
     inside_a_block = ranks > 1 and size % block
     if rest or inside_a_block:
         raise CheckpointError(f"{spec.name} {what} cannot be split across {ranks} ranks", "use fewer ranks")

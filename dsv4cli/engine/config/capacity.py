@@ -13,6 +13,8 @@ LIST_BLOCK = 64
 PRODUCT_ROWS = 4
 # most rows that they multiply in such tiles
 TILED_ROWS = 64
+# values of the head that the reference kernels dequantize at once
+HEAD_VALUES = 1 << 25
 # tokens of a prompt in a step where nothing says more
 DEFAULT_CHUNK = 4096
 # and on a CPU, where the rows that attention gathers for more are new pages each time

@@ -15,19 +15,6 @@ def unfilled() -> nn.Parameter:
     return nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
 
-class Embedding(nn.Module):
-    """Token embedding. Every rank holds the whole table, on its device or in host memory that the GPU reads."""
-
-    def __init__(self, numerics: Numerics) -> None:
-        super().__init__()
-        self.numerics = numerics
-        self.weight = unfilled()
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings [T, D] of ids int64 [T]."""
-        return embedding.embed(ids, self.weight).to(self.numerics.dtype)
-
-
 class MatrixParameters(nn.Module):
     """Parameters of one matrix, or several stacked, in storage format: a weight and its scales (config/formats.py).
 
@@ -50,6 +37,18 @@ class MatrixParameters(nn.Module):
         if self.block_type is not None:
             return BlockMatrix.of(self.weight, self.block_type)
         return StoredMatrix(self.weight, self.scale, self.scale_2)
+
+
+class Embedding(MatrixParameters):
+    """Token embedding. Every rank holds the whole table, on its device or in host memory that the GPU reads."""
+
+    def __init__(self, numerics: Numerics) -> None:
+        super().__init__()
+        self.numerics = numerics
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings [T, D] of ids int64 [T]."""
+        return embedding.embed(ids, self.matrix, self.numerics.dtype)
 
 
 class Linear(MatrixParameters):
@@ -79,17 +78,13 @@ class GroupedLinear(MatrixParameters):
         return gemm.grouped_linear(x, self.matrix)
 
 
-class Fp32Linear(nn.Module):
-    """A linear that computes in fp32 (compressor, router, head): operands are upcast and sums are not rounded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = unfilled()
+class Fp32Linear(MatrixParameters):
+    """A linear that computes in fp32 (compressor, head): operands are upcast and sums are not rounded."""
 
     @property
     def projection(self) -> gemm.Projection:
         """This linear as an argument of `gemm.project`."""
-        return gemm.Projection(StoredMatrix(self.weight), "fp32")
+        return gemm.Projection(self.matrix, "fp32")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return fp32 [T, N] for x [T, K]."""

@@ -13,6 +13,7 @@ from dsv4cli.engine.profiling.inputs import BenchmarkInputs
 from dsv4cli.kernels import gemm
 from dsv4cli.kernels.block_scale import ref as block_scale_ref
 from dsv4cli.kernels.gemm import ref as gemm_ref
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the same values in bf16, the dtype that torch.mm supports
 MATMUL = Competitor(
@@ -89,7 +90,7 @@ def _fp32_linear(bench: BenchmarkInputs, name: str, matrix: str) -> Case:
 
     def build(bench: BenchmarkInputs) -> Work:
         inputs = (bench.randn(tokens, columns), bench.weight(weight))
-        return Work(inputs, gemm.linear_fp32, gemm_ref.linear_fp32, flops, rival=MATMUL)
+        return Work(inputs, _over(gemm.linear_fp32), _over(gemm_ref.linear_fp32), flops, rival=MATMUL)
 
     shape = f"{rows}x{columns} {words_of(spec)}, fp32 out"
     return Case(name, "gemm", shape, bench.shapes.nbytes([weight]), flops, FP32, build)
@@ -136,7 +137,7 @@ def _together(
             if norm:
                 parts = family.normed_linears(x, *rest, eps, rounded, plain)
             else:
-                parts = family.linears(x, rounded, plain, rest)
+                parts = family.linears(x, rounded, plain, [StoredMatrix(weight) for weight in rest])
             return tuple(y for part in parts for y in part)
 
         return call

@@ -17,7 +17,7 @@ def dequantize_weights(model: Transformer) -> None:
             module.weight.data, module.block_type = _values(module.matrix), None
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter.dtype == torch.bfloat16:
+            if parameter.dtype in (torch.bfloat16, torch.float16):
                 parameter.data = parameter.data.float()
 
 

@@ -22,6 +22,7 @@ from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field, damaged_blocks
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
+    "F16": torch.float16,
     "F32": torch.float32,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,

@@ -1,4 +1,4 @@
-"""Fill a model's parameters from GGUF files: blocks are kept, by field; all other tensors are decoded."""
+"""Fill a model's parameters from GGUF files: blocks, by field, and matrices of 16 or 32 bits; others are decoded."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.compare import row_chunks
-from dsv4cli.engine.checkpoint.gguf.drafter import HalfInfo
-from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, byte_checkpoint
+from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, byte_checkpoint, is_stored
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
@@ -39,15 +38,10 @@ def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: Worl
 
     Raises as `read.stored` and `GgufStoredModel.read`.
     """
-    table, stored_as = list(specs), identity.checkpoint.tensors
-    # halves of a matrix are read like decoded tensors: their rows are not contiguous in the file
-    is_byte = {
-        spec.name: spec.dtype in BLOCK_DTYPES and not isinstance(stored_as.get(gguf_name(spec)), HalfInfo)
-        for spec in table
-    }
-    blocks = [spec for spec in table if is_byte[spec.name]]
-    decoded = [spec for spec in table if not is_byte[spec.name]]
-    as_bytes = stored(byte_checkpoint(identity), blocks, world, naming=ByteNaming(identity.stored_naming))
+    whole, decoded = list[TensorSpec](), list[TensorSpec]()
+    for spec in specs:
+        (whole if is_stored(spec, identity.checkpoint.tensors.get(gguf_name(spec))) else decoded).append(spec)
+    as_bytes = stored(byte_checkpoint(identity), whole, world, naming=ByteNaming(identity.stored_naming))
     return partial(_fill, as_bytes, identity, decoded, world)
 
 

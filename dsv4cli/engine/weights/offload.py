@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.model.linear import MatrixParameters
 from dsv4cli.engine.system.pinned import host_block, pin, unpin, whole_pages
 from dsv4cli.engine.weights.fill import TORCH_DTYPES
 from dsv4cli.engine.weights.placement import Division
@@ -38,7 +39,7 @@ class OffloadPlan:
         layers: modules whose experts are divided; all have the same shapes and dtypes.
         parts: shape and dtype of each matrix and scale of an expert, by name.
         embedding: shape and dtype of the embedding.
-        block_types: GGUF type of the parts that are rows of blocks.
+        block_types: GGUF type of the parts that are rows of blocks, and under EMBEDDING that of the embedding.
     """
 
     layers: tuple[str, ...]
@@ -65,7 +66,8 @@ def plan_of(specs: Iterable[TensorSpec], division: Division, ranks: int) -> Offl
     layers, form = expert_layers(table, ranks)
     parts = {part: (shape, TORCH_DTYPES[dtype]) for part, (shape, dtype) in form.items()}
     embedding = next(spec for spec in table if spec.name == EMBEDDING)
-    kinds = {part: BLOCK_DTYPES[dtype] for part, (_, dtype) in form.items() if dtype in BLOCK_DTYPES}
+    dtypes = {part: dtype for part, (_, dtype) in form.items()} | {EMBEDDING: embedding.dtype}
+    kinds = {part: BLOCK_DTYPES[dtype] for part, dtype in dtypes.items() if dtype in BLOCK_DTYPES}
     return OffloadPlan(layers, parts, division, (embedding.shape, TORCH_DTYPES[embedding.dtype]), kinds)
 
 
@@ -114,7 +116,9 @@ class ExpertOffload:
         """Replace the experts and the embedding of a model with these."""
         for number, module in enumerate(self.plan.layers):
             model.set_submodule(module, self.layer(number))
-        model.get_submodule(EMBEDDING.rpartition(".")[0]).register_parameter("weight", self.embedding)
+        embed = model.get_submodule(EMBEDDING.rpartition(".")[0])
+        assert isinstance(embed, MatrixParameters)
+        embed.weight, embed.block_type = self.embedding, self.plan.block_types.get(EMBEDDING)
 
     def destinations(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the name and destination of each tensor of the embedding and the experts."""

@@ -4,7 +4,7 @@ Each term is the bytes of the tensors alive at the peak of one part of the model
 size, N streams, H heads of width d, K experts per token of intermediate size I.
 """
 
-from dsv4cli.engine.config.capacity import BLOCK_TOKENS, LIST_BLOCK, PRODUCT_ROWS, ROLLBACK, TILED_ROWS
+from dsv4cli.engine.config.capacity import BLOCK_TOKENS, HEAD_VALUES, LIST_BLOCK, PRODUCT_ROWS, ROLLBACK, TILED_ROWS
 from dsv4cli.engine.config.formats import STORAGE, FormatName, is_quantised
 from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
@@ -33,7 +33,7 @@ class WidestStep:
         self.formats = formats
         self.tokens = tokens
         self.multiplied = -(-tokens // PRODUCT_ROWS) * PRODUCT_ROWS
-        # a few tokens are multiplied in tiles, whose outputs are joined; the rows of the last one are repeated to fill it
+        # a few tokens are multiplied in tiles, whose outputs are joined; the last one's rows are repeated to fill it
         self.tiles = 2 if PRODUCT_ROWS < tokens <= TILED_ROWS else 1
         last = tokens % PRODUCT_ROWS
         self.filled = -(-PRODUCT_ROWS // last) * last if last and tokens <= TILED_ROWS else 0
@@ -219,7 +219,7 @@ class WidestStep:
         )
 
     def head(self) -> float:
-        """Return the peak memory of the head: its fp32 matrix, the sequences' logits, and sampling."""
+        """Return the peak memory of the head: a part of its matrix in fp32, the sequences' logits, and sampling."""
         c = self.config
-        matrix = WIDENED[self.formats.dense][1] * c.vocab_size * c.hidden_size
+        matrix = WIDENED[self.formats.dense][1] * min(c.vocab_size * c.hidden_size, HEAD_VALUES)
         return self.base() + matrix + 6 * FP32 * self.batch * c.vocab_size

@@ -55,7 +55,7 @@ def dequantise(weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor
             e4m3 [..., N, K] with scale e8m0 or fp32 [..., ceil(N/128), ceil(K/128)];
             int8 [..., N, K/2] (FP4: two e2m1 codes per byte, low nibble = even column) with scale e8m0 [..., N, K/32];
             uint8 [..., N, K/2] (NVFP4: the same codes) with scale e4m3 [..., N, K/16]; scale_2 is not applied;
-            bf16 [..., N, K] without scale;
+            bf16 or fp16 [..., N, K] without scale;
             fp32 [..., N, K], returned unchanged: a scale is ignored, because the values already include it.
 
     Returns fp32 [..., N, K]. Every value of a quantized weight is exact in bf16, except with fp32 scales.

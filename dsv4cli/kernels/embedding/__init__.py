@@ -4,13 +4,15 @@ import torch
 
 from dsv4cli.kernels.dispatch import choose
 from dsv4cli.kernels.embedding import ref
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return the rows of table [V, D] at ids int64 [T]: [T, D] in the table's dtype, on the device of ids.
+def embed(ids: torch.Tensor, table: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rows of a table [V, D] at ids int64 [T]: [T, D], rounded once to `dtype`, on the device of ids.
 
-    table: contiguous, on that device or in host memory, which must be pinned for Triton's kernels.
+    table: fp32, fp16, bf16 or GGUF blocks without scales, contiguous, on that device or in host memory, which must be
+    pinned for Triton's kernels.
     """
-    if table.device == ids.device:
-        return table[ids]
-    return choose(ids, ref).embed(ids, table)
+    if table.weight.device == ids.device and table.block_type is None:
+        return table.weight[ids].to(dtype)
+    return choose(ids, ref).embed(ids, table, dtype)

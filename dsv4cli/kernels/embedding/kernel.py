@@ -1,21 +1,31 @@
-"""Embedding lookup in Triton: each program copies a part of one row."""
+"""Embedding lookup in Triton: each program copies or decodes a part of one row."""
 
 import torch
 import triton.language as tl
 
+from dsv4cli.kernels.ggml.kernel.fields import blocks, row_bytes
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of, columns, octet_values
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
-# values of a row per program
+# values of a row per program, and octets of them
 BLOCK = 1024
+OCTETS = BLOCK // 8
 
 
-def embed(ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    width = table.shape[1]
-    rows = torch.empty(len(ids), width, dtype=table.dtype, device=ids.device)
-    if rows.numel():
-        _embed[(len(ids), cdiv(width, BLOCK))](
-            ids.contiguous(), table.contiguous(), rows, width, BLOCK, num_warps=4, **overlap(ids)
+def embed(ids: torch.Tensor, table: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
+    width = columns(table)
+    rows = torch.empty(len(ids), width, dtype=dtype, device=ids.device)
+    if not rows.numel():
+        return rows
+    grid = len(ids), cdiv(width, BLOCK)
+    if table.block_type is None:
+        _embed[grid](ids.contiguous(), table.weight.contiguous(), rows, width, BLOCK, num_warps=4, **overlap(ids))
+    else:
+        held = blocks_of(table, ids.device)
+        _embed_blocks[grid](
+            ids.contiguous(), held.rows, held.table, rows, width, held.kind, OCTETS, num_warps=4, **overlap(ids)
         )
     return rows
 
@@ -33,4 +43,27 @@ def _embed(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     wait_for_inputs(OVERLAP)
     values = tl.load(table + tl.load(ids + token) * WIDTH + column, column < WIDTH)
-    tl.store(rows + token * WIDTH + column, values, column < WIDTH)
+    tl.store(rows + token * WIDTH + column, values.to(rows.dtype.element_ty), column < WIDTH)
+
+
+@launched
+def _embed_blocks(
+    ids,  # int64 [T]
+    blocks_by_row,  # blocks [V, WIDTH]
+    codebook,
+    rows,  # [T, WIDTH]
+    WIDTH: tl.constexpr,  # a multiple of 8
+    KIND: tl.constexpr,
+    OCTETS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    octet = tl.program_id(1) * OCTETS + tl.arange(0, OCTETS)[None]
+    BYTES: tl.constexpr = row_bytes(KIND, WIDTH)
+    wait_for_inputs(OVERLAP)
+    row = blocks_by_row + (tl.load(ids + token) + tl.zeros([1, 1], tl.int64)) * BYTES
+    # octets beyond the row's end repeat its last one
+    given = tl.minimum(octet, WIDTH // 8 - 1)
+    values = octet_values(row, given, codebook, KIND, blocks(KIND, WIDTH))
+    column = octet[:, :, None] * 8 + tl.arange(0, 8)[None, None]
+    tl.store(rows + token * WIDTH + column, values.to(rows.dtype.element_ty), column < WIDTH)

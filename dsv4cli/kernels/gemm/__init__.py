@@ -29,7 +29,7 @@ Kind = Literal["rounded", "plain", "fp32"]
 
 
 class Projection(NamedTuple):
-    """One of the linears that `project` applies to the same input. An fp32 one requires a weight without scales."""
+    """One of the linears that `project` applies to the same input. An fp32 one requires a matrix without scales."""
 
     matrix: StoredMatrix
     kind: Kind
@@ -57,9 +57,11 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return choose(x, ref).rounded_linear(x, matrix)
 
 
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return fp32(x) @ fp32(weight).T without rounding to x's dtype: x [T, K], weight [N, K] -> fp32 [T, N]."""
-    return choose(x, ref).linear_fp32(x, weight)
+def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    """Return linear(fp32(x), matrix) without rounding to x's dtype: x [T, K], a matrix [N, K] without scales -> fp32
+    [T, N].
+    """
+    return choose(x, ref).linear_fp32(x, matrix)
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
@@ -73,7 +75,7 @@ def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
 def project_one(x: torch.Tensor, item: Projection) -> torch.Tensor:
     """Return the output of one linear over x [T, K]."""
     if item.kind == "fp32":
-        return linear_fp32(x, item.matrix.weight)
+        return linear_fp32(x, item.matrix)
     return (rounded_linear if item.kind == "rounded" else linear)(x, item.matrix)
 
 
@@ -91,10 +93,7 @@ def project(
     for matrix, kind in items:
         groups[kind].append(matrix)
     rounded, plain, fp32 = groups.values()
-    if norm is None:
-        outputs = linears(x, rounded, plain, [matrix.weight for matrix in fp32])
-    else:
-        outputs = (*normed_linears(x, *norm, rounded, plain), [])
+    outputs = linears(x, rounded, plain, fp32) if norm is None else (*normed_linears(x, *norm, rounded, plain), [])
     of_kind = dict(zip(groups, map(iter, outputs), strict=True))
     return [next(of_kind[kind]) for _, kind in items]
 
@@ -103,13 +102,13 @@ def linears(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix] = (),
     plain: Sequence[StoredMatrix] = (),
-    fp32: Sequence[torch.Tensor] = (),
+    fp32: Sequence[StoredMatrix] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Return several linears over one input x [T, K], with matrices without scale_2.
 
     Few tokens take one or two launches; for many, x is rounded only once.
 
-    Returns rounded_linear of each matrix in `rounded`, linear of each in `plain`, linear_fp32 of each weight in `fp32`.
+    Returns rounded_linear of each matrix in `rounded`, linear of each in `plain`, linear_fp32 of each in `fp32`.
     """
     return choose(x, ref).linears(x, rounded, plain, fp32)
 

@@ -10,6 +10,9 @@ from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.norm import ref as norm
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
+# values of a matrix that linear_fp32 dequantizes at a time
+PART = 1 << 25
+
 
 def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return _linear(x.float(), matrix, x.dtype)
@@ -26,8 +29,11 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return _linear(block_scale.fp8_round(x.float(), FP8_BLOCK), matrix, x.dtype)
 
 
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return alike.product(x.float(), weight.float())
+def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    inputs = x.float()
+    # without fp32 values of the whole head at once
+    parts = [alike.product(inputs, part.values()) for part in matrix.parts(PART)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
@@ -38,11 +44,11 @@ def linears(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix],
     plain: Sequence[StoredMatrix],
-    fp32: Sequence[torch.Tensor],
+    fp32: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     inputs = x.float()
     of_plain = _linears(inputs, plain, x) if plain else []
-    of_fp32 = list(alike.products(inputs, (weight.float() for weight in fp32))) if fp32 else []
+    of_fp32 = list(alike.products(inputs, (one.values() for one in fp32))) if fp32 else []
     if rounded:
         inputs = block_scale.fp8_round(inputs, FP8_BLOCK)  # last, in place of the others' inputs
     return _linears(inputs, rounded, x) if rounded else [], of_plain, of_fp32

@@ -7,12 +7,14 @@ from dsv4cli.kernels.gemm import ref as gemm
 from dsv4cli.kernels.hyper_connections.types import Connection
 from dsv4cli.kernels.norm import ref as norm
 from dsv4cli.kernels.scalars import scalar
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def project(streams: torch.Tensor, fn: torch.Tensor, norm_eps: float) -> torch.Tensor:
     """Return fn @ streams, scaled by their inverse RMS after the product: fp32 [T, rows of fn]."""
     flat = streams.float().flatten(1)
-    return gemm.linear_fp32(flat, fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + scalar(norm_eps))
+    projected = gemm.linear_fp32(flat, StoredMatrix(fn))
+    return projected * torch.rsqrt(flat.square().mean(-1, keepdim=True) + scalar(norm_eps))
 
 
 def sinkhorn(logits: torch.Tensor, iterations: int, eps: float) -> torch.Tensor:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from dsv4cli.kernels import alike
 from dsv4cli.kernels.gemm import ref as gemm
+from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 
 def route(
@@ -15,7 +16,7 @@ def route(
     route_scale: float,
     routed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    score = scores(gemm.linear_fp32(x if routed is None else x[routed], weight))
+    score = scores(gemm.linear_fp32(x if routed is None else x[routed], StoredMatrix(weight)))
     experts = choose(score, bias, k)
     return experts, weigh(score, experts, route_scale)
 
@@ -31,7 +32,7 @@ def route_by_id(
     if routed is not None:
         x, ids = x[routed], ids[routed]
     experts = table[ids]
-    return experts, weigh(scores(gemm.linear_fp32(x, weight)), experts, route_scale)
+    return experts, weigh(scores(gemm.linear_fp32(x, StoredMatrix(weight))), experts, route_scale)
 
 
 def scores(logits: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def test_the_files_next_to_a_missing_one_are_named(tmp_path, monkeypatch):
 
 
 def test_a_repository_may_be_named_as_a_file_is(cache):
-    with pytest.raises(ModelNotFound, match="not in the Hugging Face cache and there is no file some/model.gguf"):
+    with pytest.raises(ModelNotFound, match=r"not in the Hugging Face cache and there is no file some/model\.gguf"):
         resolve_model("some/model.gguf")
     snapshot = fill(cache, "some/model.gguf")
     assert resolve_model("some/model.gguf") == FolderSource("some/model.gguf", snapshot)

@@ -45,6 +45,7 @@ from dsv4cli.kernels import alike, card, rows
 from dsv4cli.kernels.attention import ref as attention_ref
 from dsv4cli.kernels.block_scale.ref import unpack_e2m1, widen_e4m3
 from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.gemm import ref as gemm_ref
 from dsv4cli.kernels.indexer import ref as indexer_ref
 from dsv4cli.output import Colours, Output
 from tests.support import damage
@@ -73,6 +74,7 @@ def test_the_constants_are_the_engine_s():
     assert attention_ref.BLOCK == indexer_ref.BLOCK == capacity.LIST_BLOCK
     assert alike.TILE == capacity.PRODUCT_ROWS
     assert rows.ROWS_ALIKE == capacity.TILED_ROWS
+    assert gemm_ref.PART == capacity.HEAD_VALUES
     assert machines.OLDEST == card.OLDEST
 
 
@@ -154,6 +156,7 @@ STEPS = {
     "one expert of one token": ({"moe_intermediate_size": 4096, "num_experts_per_tok": 1}, 1, 4096, 1),
     "queries of tiles": ({"num_attention_heads": 16, "q_lora_rank": 1024}, 24, 129, 8),
     "queries of a filled tile": ({"num_attention_heads": 16, "q_lora_rank": 1024}, 3, 100, 1),
+    "a head in parts": ({"vocab_size": 262144}, 2, 256, 2),
     "output of tiles": ({"hidden_size": 128, "num_attention_heads": 16, "o_lora_rank": 512}, 64, 1024, 4),
 }
 
@@ -441,9 +444,9 @@ def test_advice_where_nothing_holds_it_says_what_would():
     # what it asks for runs it
     assert steps_of(with_ram(gpus(6, 6), 3.8))[0].command.startswith(f"{RUN} --tp 2")
     assert steps_of(gpus(6, 6, 6, 6))[0].command.startswith(f"{RUN} --tp 4")
-    ram, _ = steps_of(with_ram(gpus(), 8))
-    assert ram.command == "dsv4 inspect 'my model' --fit --max-context 8192 --ram 9GB"
-    (last,) = steps_of(with_ram(gpus(), 5.2))[1:]
+    ram, _ = steps_of(with_ram(gpus(), 6))
+    assert ram.command == "dsv4 inspect 'my model' --fit --max-context 8192 --ram 8GB"
+    (last,) = steps_of(with_ram(gpus(), 3.4))[1:]
     assert last.why == "its first layer fits the RAM, for tests"
 
 

@@ -118,9 +118,9 @@ def test_two_bits_fit_where_the_release_does_not():
     }
     assert [tier_of(one) for one in forms.values()] == [None, None, None, "gpu"]
     assert forms["official"].missing > 30 * GB
-    # sizes of the published files: 159.6 GB, and 164.6 and 86.7 GB with fp16 instead of fp32 for small tensors
+    # sizes of the published files
     sizes = [one.nbytes / GB for one in forms.values()]
-    assert sizes == pytest.approx([159.6, 168.3, 164.6, 86.7], rel=0.04)
+    assert sizes == pytest.approx([159.6, 168.3, 164.6, 86.7], rel=0.002)
 
 
 @pytest.mark.parametrize("bits", [2, *slow(4)])

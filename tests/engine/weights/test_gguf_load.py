@@ -1,9 +1,12 @@
 """GGUF files loaded as stored: exact, sharded at block borders, and in no more memory than the file."""
 
+from math import prod
+
 import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs, loaded_table
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.checkpoint.source import FolderSource
 from dsv4cli.engine.config.storage import Formats
@@ -13,7 +16,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import NO_DRAFTS
 from dsv4cli.engine.weights import placement
-from dsv4cli.engine.weights.fill import fill, made
+from dsv4cli.engine.weights.fill import TORCH_DTYPES, fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
@@ -55,6 +58,29 @@ def test_blocks_give_the_bits_of_their_values(tmp_path, as_stored, mix):
     fp4 = any(spec.form == "fp4" for spec in kept.values())
     assert not fp4
     assert torch.equal(logits(model), logits(reference.eval()))
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_matrix_takes_the_bytes_of_the_file(tmp_path, mix):
+    path, _ = write_nano(tmp_path, MIXES[mix], drafter="mtp")
+    identity = FolderSource("test", path).identity
+    stored = identity.checkpoint.tensors
+    names = dict[str, int]()
+    for spec in loaded_table(identity).values():
+        if len(spec.shape) == 2 and not spec.name.endswith("ape") and "hc_" not in spec.name and spec.dtype != "I64":
+            nbytes = prod(spec.shape) * TORCH_DTYPES[spec.dtype].itemsize
+            names[gguf_name(spec)] = names.get(gguf_name(spec), 0) + nbytes
+    assert names == {name: stored[name].nbytes for name in names}
+    kept = {"token_embd.weight", "output.weight", "blk.2.attn_compressor_kv.weight", "blk.0.ffn_gate_inp.weight"}
+    assert kept < names.keys()
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+def test_a_router_has_values_that_its_kernels_read(tmp_path, as_stored, kind):
+    path, values = write_nano(tmp_path, {"gate_inp": kind} | DS4)
+    gate = load_model(FolderSource("test", path), Numerics.reference()).get_parameter("layers.1.ffn.gate.weight")
+    assert gate.dtype == (torch.float16 if kind == "F16" else torch.float32)
+    assert torch.equal(gate.float(), values["layers.1.ffn.gate.weight"])
 
 
 def test_a_cpu_with_enough_memory_dequantizes_them_without_changing_a_bit(tmp_path, monkeypatch):
@@ -178,11 +204,12 @@ def test_the_triton_kernels_multiply_blocks(tmp_path, mix):
 def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
     path, _ = write_nano(tmp_path, DS4)
     with pytest.raises(NotEnoughMemory, match=r"the weights take 0\.01 GB and cpu has 0\.01 GB free"):
-        load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=10_000_000))
+        load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=8_000_000))
 
 
-def test_offloaded_blocks_give_the_same_bits(tmp_path, as_stored):
-    path, _ = write_nano(tmp_path, DS4)
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_offloaded_blocks_give_the_same_bits(tmp_path, as_stored, kind):
+    path, _ = write_nano(tmp_path, {"token_embd": kind} | DS4)
     source = FolderSource("test", path)
     with use("torch"):
         whole = load_model(source, Numerics.reference())
@@ -191,5 +218,6 @@ def test_offloaded_blocks_give_the_same_bits(tmp_path, as_stored):
         offload = offload_of(divided)
         assert offload is not None
         assert offload.plan.division.offloaded > 0
-        assert offload.plan.block_types == {"w1.weight": "IQ2_XXS", "w2.weight": "Q2_K", "w3.weight": "IQ2_XXS"}
+        experts = {"w1.weight": "IQ2_XXS", "w2.weight": "Q2_K", "w3.weight": "IQ2_XXS"}
+        assert offload.plan.block_types == experts | ({"embed.weight": kind} if kind == "Q8_0" else {})
         assert torch.equal(logits(divided), logits(whole))

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from dsv4cli.engine.checkpoint.gguf.drafter import HalfInfo
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity, seen_specs
 from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
 from dsv4cli.engine.checkpoint.headers import Checkpoint, TensorInfo
@@ -11,10 +12,12 @@ from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, matri
 from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, block_dtype, row_bytes
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, DECODED, block_dtype, row_bytes
 
-# types of matrices that the engine multiplies by as they are
-PLAIN = ("F32", "BF16")
+# types of matrices that `seen_specs` has as dtypes
+VIEWED = ("F32", "BF16")
+# families of matrices that have no fp16 kernels except those of blocks
+EXPERTS = ("experts", "shared experts")
 BYTES = "U8"
 
 
@@ -34,7 +37,8 @@ def loaded_table(identity: GgufIdentity) -> dict[str, TensorSpec]:
 def loaded_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, TensorSpec]:
     """Return the tensors that fill the parameters of a GGUF model.
 
-    Matrices keep their blocks, with a dtype of BLOCK_DTYPES and rows of bytes; experts in MXFP4 become FP4.
+    Matrices and the embedding keep their blocks, with a dtype of BLOCK_DTYPES and rows of bytes, or their dtype;
+    experts in MXFP4 become FP4.
 
     Args:
         types: types of the file's tensors by name.
@@ -51,11 +55,25 @@ def loaded_specs(config: ModelConfig, types: Mapping[str, str]) -> dict[str, Ten
         kind = types.get(name, "")
         # the scale of FP4 tells that inputs are rounded: all matrices of a layer's experts have one, or none
         as_fp4 = weight.form == "fp4" and set(_kinds_of_layer(types, weight)) == {"MXFP4"}
-        if weight.form is None or as_fp4 or kind in PLAIN:
+        if not _is_matrix(weight) or as_fp4:
             found |= {spec.name: spec for spec in roles.values()}
         else:
-            found[weight.name] = blocks_of(weight, kind)
+            found[weight.name] = _as_stored(weight, kind)
     return found
+
+
+def _is_matrix(weight: TensorSpec) -> bool:
+    """Return whether a tensor is the embedding or a matrix of a linear, the router included."""
+    return weight.form is not None or (len(weight.shape) == 2 and weight.name.endswith(".weight"))
+
+
+def _as_stored(weight: TensorSpec, kind: str) -> TensorSpec:
+    """Return a matrix in the type of the file, or as values where no kernel multiplies that."""
+    if kind == "F16" and weight.family not in EXPERTS:
+        return replace(weight, dtype=kind)
+    # the kernels of routers take no blocks, and writers do not quantize routers
+    is_value = kind in VIEWED or kind not in DECODED or weight.family == "router"
+    return weight if is_value else blocks_of(weight, kind)
 
 
 def _kinds_of_layer(types: Mapping[str, str], weight: TensorSpec) -> Iterator[str]:
@@ -67,7 +85,7 @@ def _kinds_of_layer(types: Mapping[str, str], weight: TensorSpec) -> Iterator[st
 
 def blocks_of(weight: TensorSpec, kind: str) -> TensorSpec:
     """Return a matrix as rows of blocks of a type."""
-    shape = (weight.shape[0], row_bytes(kind, weight.columns))
+    shape = (weight.shape[0], row_bytes(kind, weight.columns or weight.shape[1]))
     return replace(weight, dtype=block_dtype(kind), shape=shape, form=None)
 
 
@@ -81,15 +99,24 @@ def _bytes(info: TensorInfo) -> TensorInfo:
     return replace(info, dtype=BYTES, shape=(*info.shape[:-1], width))
 
 
+def is_stored(spec: TensorSpec, stored: TensorInfo | None) -> bool:
+    """Return whether a tensor to load has rows with the bytes of the stored one, blocks in another order apart."""
+    # the rows of a half of a matrix are not contiguous in the file
+    if stored is None or isinstance(stored, HalfInfo) or len(spec.shape) != 2:
+        return False
+    return BLOCK_DTYPES.get(spec.dtype, spec.dtype) == stored.dtype
+
+
 @dataclass(frozen=True)
 class ByteNaming:
-    """The naming of `byte_checkpoint` for matrices kept as blocks."""
+    """The naming of `byte_checkpoint` for the tensors that are loaded as stored."""
 
     naming: GgufNaming
 
     def locations(self, spec: TensorSpec) -> tuple[Location, ...]:
-        """Return where the rows of a matrix are stored."""
-        assert spec.dtype in BLOCK_DTYPES, spec.name
-        *stack, rows, _ = self.naming.shape(replace(spec, columns=spec.columns))
-        begin = 0 if spec.expert is None else spec.expert * rows * spec.shape[1]
-        return (Location(gguf_name(spec), BYTES, (*stack, rows, spec.shape[1]), begin),)
+        """Return where the rows of a tensor are stored."""
+        *stack, rows, _ = self.naming.shape(spec)
+        kind = BLOCK_DTYPES.get(spec.dtype)
+        width = spec.shape[1] if kind else row_bytes(spec.dtype, spec.shape[1])
+        begin = 0 if spec.expert is None else spec.expert * rows * width
+        return (Location(gguf_name(spec), BYTES, (*stack, rows, width), begin),)

@@ -13,6 +13,9 @@ from dsv4cli.engine.checkpoint.stored import Raw, StoredModel
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.ggml.types import damaged_blocks, row_bytes
 
+# types whose values are read as the bits of 16-bit numbers, if the table has their dtype
+HALVES = ("BF16", "F16")
+
 
 class GgufStoredModel(StoredModel):
     """The tensors of GGUF files under official names, in the formats of the identity's table."""
@@ -67,4 +70,4 @@ def _seen(spec: TensorSpec, kind: str, raw: Raw) -> Raw:
     """Convert rows of a tensor to the format of the table."""
     if spec.form == "fp4":
         return mxfp4_scales(raw) if spec.is_scale else mxfp4_codes(raw)
-    return raw.view(np.uint16) if spec.dtype == kind == "BF16" else values(kind, raw)
+    return raw.view(np.uint16) if spec.dtype == kind and kind in HALVES else values(kind, raw)

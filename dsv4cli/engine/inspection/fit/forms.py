@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dsv4cli.engine.checkpoint.gguf.loading import blocks_of
+from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs
 from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.layout import TensorSpec, expected_tensors, loaded_tensors
 from dsv4cli.engine.config.model_config import ModelConfig
@@ -11,9 +11,11 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.speed import BLOCKS, STORED, KernelRates
 
 WIDE = Formats("f32", "f32", "f32")
-# types of ds4's files by the end of the GGUF name, the most downloaded ones; Q8_0 for all other matrices
+# types of ds4's files, the most downloaded ones: of experts by the end of the GGUF name, F16 for names with one of
+# these parts, F32 for vectors, Q8_0 for all other matrices
 TWO_BIT = {"ffn_gate_exps.weight": "IQ2_XXS", "ffn_up_exps.weight": "IQ2_XXS", "ffn_down_exps.weight": "Q2_K"}
 FOUR_BIT = dict.fromkeys(TWO_BIT, "Q4_K")
+IN_HALVES = ("token_embd", "gate_inp", "hc_", "compressor", "indexer")
 OTHERS = "Q8_0"
 
 
@@ -51,12 +53,13 @@ def forms_of(size: str, config: ModelConfig) -> list[Form]:
 
 
 def _gguf(config: ModelConfig, experts: Mapping[str, str]) -> dict[str, TensorSpec]:
-    """Return the tensors of a GGUF file with these types of experts."""
-    return {name: _stored(spec, experts) for name, spec in expected_tensors(config, WIDE).items()}
+    """Return the tensors that are loaded of a GGUF file with these types of experts."""
+    shapes = {gguf_name(spec): spec.shape for spec in expected_tensors(config, WIDE).values()}
+    return loaded_specs(config, {name: _type(name, shape, experts) for name, shape in shapes.items()})
 
 
-def _stored(spec: TensorSpec, experts: Mapping[str, str]) -> TensorSpec:
-    if spec.form is None:
-        return spec
-    kind = OTHERS if spec.expert is None else experts[gguf_name(spec).split(".", 2)[2]]
-    return blocks_of(spec, kind)
+def _type(name: str, shape: tuple[int, ...], experts: Mapping[str, str]) -> str:
+    """Return the type of a tensor in a file of ds4, token ids apart."""
+    if len(shape) == 1:
+        return "F32"
+    return experts.get(name.split(".", 2)[-1]) or ("F16" if any(part in name for part in IN_HALVES) else OTHERS)

@@ -27,14 +27,22 @@ def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
     return gemv if planned_rows(x.shape[0], 1) <= (FEW_FP4 if weight.dtype == torch.int8 else FEW) else tiled
 
 
+def _by_blocks(x: torch.Tensor, matrix: StoredMatrix) -> bool:
+    """Return whether the kernels of GGUF blocks multiply x [T, ...] by this matrix: blocks, and fp16 for many rows.
+
+    Tensor cores multiply two fp16 or two bf16 numbers, so fp16 weights are split into two bf16 numbers there.
+    """
+    return matrix.block_type is not None or (matrix.weight.dtype == torch.float16 and planned_rows(len(x), 1) > FEW)
+
+
 def linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     weight, scale, scale_2 = matrix
-    if matrix.block_type is not None:
-        return ggml.linears(x, [matrix])[0]
+    if _by_blocks(x, matrix):
+        return ggml.linears(x, [matrix], [x.dtype])[0]
     if scale_2 is not None:
         assert scale is not None
         # no known checkpoint has linears in NVFP4: this is exact, and takes as long as writing the weights in bf16
-        return (linear_fp32(x, tiled.widened(weight, scale)) * scale_2).to(x.dtype)
+        return (linear_fp32(x, StoredMatrix(tiled.widened(weight, scale))) * scale_2).to(x.dtype)
     return _kernel_module(x, weight).linear(x, matrix)
 
 
@@ -44,12 +52,14 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return _kernel_module(x, matrix.weight).rounded_linear(x, matrix)
 
 
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _kernel_module(x, weight).linear_fp32(x, weight)
+def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    if _by_blocks(x, matrix):
+        return ggml.linears(x, [matrix], [torch.float32])[0]
+    return _kernel_module(x, matrix.weight).linear_fp32(x, matrix)
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    if matrix.block_type is not None:
+    if _by_blocks(x, matrix):
         return ggml.grouped_linear(x, matrix)
     return _kernel_module(x, matrix.weight).grouped_linear(x, matrix)
 
@@ -58,17 +68,17 @@ def linears(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix],
     plain: Sequence[StoredMatrix],
-    fp32: Sequence[torch.Tensor],
+    fp32: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    if any(matrix.block_type is not None for matrix in plain):
+    if any(_by_blocks(x, matrix) for matrix in (*plain, *fp32)):
         return _linears_of_blocks(x, rounded, plain, fp32)
-    modules = {_kernel_module(x, weight) for weight in (*(one.weight for one in (*rounded, *plain)), *fp32)}
+    modules = {_kernel_module(x, one.weight) for one in (*rounded, *plain, *fp32)}
     if len(modules) == 1:
         return modules.pop().linears(x, rounded, plain, fp32)
     return (
         [rounded_linear(x, matrix) for matrix in rounded],
         [linear(x, matrix) for matrix in plain],
-        [linear_fp32(x, weight) for weight in fp32],
+        [linear_fp32(x, matrix) for matrix in fp32],
     )
 
 
@@ -76,13 +86,19 @@ def _linears_of_blocks(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix],
     plain: Sequence[StoredMatrix],
-    fp32: Sequence[torch.Tensor],
+    fp32: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Compute `linears` with some GGUF blocks in `plain`."""
-    blocks = iter(ggml.linears(x, [matrix for matrix in plain if matrix.block_type is not None]))
-    of_rounded, others, of_fp32 = linears(x, rounded, [matrix for matrix in plain if matrix.block_type is None], fp32)
-    of_others = iter(others)
-    return of_rounded, [next(of_others if one.block_type is None else blocks) for one in plain], of_fp32
+    """Compute `linears` with some matrices that the kernels of GGUF blocks multiply."""
+    blocks = [(one, x.dtype) for one in plain if _by_blocks(x, one)]
+    blocks += [(one, torch.float32) for one in fp32 if _by_blocks(x, one)]
+    found = iter(ggml.linears(x, *zip(*blocks, strict=True)))
+    others = [[one for one in matrices if not _by_blocks(x, one)] for matrices in (plain, fp32)]
+    of_rounded, *rest = linears(x, rounded, *others)
+    of_plain, of_fp32 = (
+        [next(found) if _by_blocks(x, one) else ys.pop(0) for one in matrices]
+        for matrices, ys in zip((plain, fp32), rest, strict=True)
+    )
+    return of_rounded, of_plain, of_fp32
 
 
 def normed_linears(
@@ -96,7 +112,7 @@ def normed_linears(
     # otherwise every program would repeat too much of the norm (H200, wq_b of 16 rows: 35 us instead of 13 us plus the
     # launch of a norm)
     rows = planned_rows(x.shape[0])
-    if any(matrix.block_type is not None for matrix in matrices):
+    if any(_by_blocks(x, matrix) for matrix in matrices):
         once = False
     elif rows == 1:
         once = all(_kernel_module(x, matrix.weight) is gemv for matrix in matrices)

@@ -41,7 +41,7 @@ def runs_alike(products: Sequence[Product]) -> tuple[int, ...]:
 
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:
     """Return FP8 codes and e8m0 scales as bytes, which every GPU can load. int8 (FP4) is unchanged."""
-    if stored is None or stored.dtype in (torch.bfloat16, torch.float32, torch.int8):
+    if stored is None or stored.dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int8):
         return stored
     return stored.view(torch.uint8)
 

@@ -53,8 +53,8 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return _multiply(x[:, None], [Product(matrix, True, x.dtype)])[0][:, 0]
 
 
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _multiply(x[:, None], [Product(StoredMatrix(weight), False, torch.float32)])[0][:, 0]
+def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _multiply(x[:, None], [Product(matrix, False, torch.float32)])[0][:, 0]
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
@@ -65,7 +65,7 @@ def linears(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix],
     plain: Sequence[StoredMatrix],
-    fp32: Sequence[torch.Tensor],
+    fp32: Sequence[StoredMatrix],
     norm: Norm | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Compute ref.linears, of x normalized first if `norm` is given.
@@ -74,7 +74,7 @@ def linears(
     """
     products = [Product(matrix, True, x.dtype) for matrix in rounded]
     products += [Product(matrix, False, x.dtype) for matrix in plain]
-    products += [Product(StoredMatrix(weight), False, torch.float32) for weight in fp32]
+    products += [Product(matrix, False, torch.float32) for matrix in fp32]
     results = [y[:, 0] for y in _multiply(x[:, None], products, norm)]
     first, second = len(rounded), len(rounded) + len(plain)
     return results[:first], results[first:second], results[second:]

@@ -24,29 +24,35 @@ ALL_WARPS, WARPS, EACH = 3072, 16, 8
 TILE_ROWS, TILE_WARPS, TILE_OCTETS = 64, 4, 8
 
 
-def linears(x: torch.Tensor, matrices: Sequence[StoredMatrix]) -> list[torch.Tensor]:
-    """Return ref.linear of x [T, K] and each matrix. Matrices of one type are multiplied in one launch."""
-    return [y[:, 0] for y in _multiply(x[:, None], matrices)]
+def linears(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Return ref.linear of x [T, K] and each matrix in its dtype of `dtypes`: that of x, or fp32.
+
+    Matrices of one type whose results have one dtype are multiplied in one launch.
+    """
+    return [y[:, 0] for y in _multiply(x[:, None], matrices, dtypes)]
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     """Return ref.grouped_linear of x [T, G, K] and a matrix [G * N, K]."""
-    return _multiply(x, [matrix])[0]
+    return _multiply(x, [matrix], [x.dtype])[0]
 
 
-def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix]) -> list[torch.Tensor]:
+def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     tokens, groups, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1:
         raise KernelUnsupported(f"the Triton linear supports bf16 and fp32 rows, not {x.dtype} {tuple(x.shape)}")
     assert all(columns(matrix) == width for matrix in matrices)
-    ys = [x.new_empty(tokens, groups, matrix.weight.shape[0] // groups) for matrix in matrices]
+    ys = [
+        x.new_empty(tokens, groups, matrix.weight.shape[0] // groups, dtype=dtype)
+        for matrix, dtype in zip(matrices, dtypes, strict=True)
+    ]
     if not tokens:
         return ys
-    alike = defaultdict[str, list[tuple[KernelBlocks, torch.Tensor]]](list)
+    alike = defaultdict[tuple[str, torch.dtype], list[tuple[KernelBlocks, torch.Tensor]]](list)
     for matrix, y in zip(matrices, ys, strict=True):
         blocks = blocks_of(matrix)
-        alike[blocks.kind].append((blocks, y))
-    for kind, pairs in alike.items():
+        alike[blocks.kind, y.dtype].append((blocks, y))
+    for (kind, _), pairs in alike.items():
         if suits_few(x, kind) and tokens <= FEW:
             _multiply_few(x, kind, pairs)
         else:

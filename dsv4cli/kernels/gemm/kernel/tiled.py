@@ -34,8 +34,8 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
     return linears(x, [matrix], (), ())[0][0]
 
 
-def linear_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return _product(x[:, None], StoredMatrix(weight), torch.float32)[:, 0]
+def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
+    return _product(x[:, None], matrix, torch.float32)[:, 0]
 
 
 def grouped_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
@@ -46,7 +46,7 @@ def linears(
     x: torch.Tensor,
     rounded: Sequence[StoredMatrix],
     plain: Sequence[StoredMatrix],
-    fp32: Sequence[torch.Tensor],
+    fp32: Sequence[StoredMatrix],
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     codes = rounding = None
     results = []
@@ -60,7 +60,7 @@ def linears(
         else:
             rounding = block_scale.fp8_round(x, FP8_BLOCK) if rounding is None else rounding
             results.append(linear(rounding, matrix))
-    return results, [linear(x, matrix) for matrix in plain], [linear_fp32(x, weight) for weight in fp32]
+    return results, [linear(x, matrix) for matrix in plain], [linear_fp32(x, matrix) for matrix in fp32]
 
 
 def _product(x: torch.Tensor, matrix: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:

@@ -16,7 +16,6 @@ from triton import constexpr_function
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.ggml import tables
 from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, field_size, stored_words, u16, u32
-from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the sum with a small integer is that integer in the lowest bits of an fp32 number
@@ -34,7 +33,7 @@ EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
 # number of words of each codebook's entries; the signs follow them in the table
 _WORDS = {name: tables.table(name).size // 4 for name in tables.GRIDS}
 # matrices that are no blocks, such as a few in a file of blocks
-_PLAIN = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_PLAIN = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 class KernelBlocks(NamedTuple):
@@ -52,20 +51,22 @@ class KernelBlocks(NamedTuple):
     kind: str
 
 
-def blocks_of(matrix: StoredMatrix) -> KernelBlocks:
-    """Return a matrix of GGUF blocks, bf16 or fp32. Raises KernelUnsupported for other formats and for slices."""
+def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> KernelBlocks:
+    """Return a matrix of GGUF blocks, fp16, bf16 or fp32.
+
+    device: the one that computes, if the matrix is elsewhere. Raises KernelUnsupported for other formats and slices.
+    """
     weight, kind = matrix.weight, matrix.block_type or _PLAIN.get(matrix.weight.dtype)
     if kind is None or matrix.scale is not None:
         raise KernelUnsupported(f"the Triton kernels do not multiply {weight.dtype} beside GGUF blocks")
     if not weight.is_contiguous() or weight.data_ptr() % alignment(kind, blocks(kind, columns(matrix))):
         raise KernelUnsupported("the Triton kernels require contiguous, aligned GGUF blocks")
-    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(weight.device)), kind)
+    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind)
 
 
 def columns(matrix: StoredMatrix) -> int:
     """Return the number of columns."""
-    kind = matrix.block_type
-    return matrix.weight.shape[-1] // (TYPES[kind].nbytes if kind else 1) * (TYPES[kind].values if kind else 1)
+    return matrix.columns
 
 
 def forget_tables() -> None:
