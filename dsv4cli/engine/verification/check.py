@@ -20,6 +20,7 @@ class Problem:
         what: one sentence that says what the server did.
         evidence: lines that show it: what was expected, and what was received.
         call: the request that shows it.
+        others: further requests that show it, each of them alone.
         wrong: False for a remark that is not an error of the server.
         late: whether the server did not answer the request in time. That is no error: it may only be slow.
     """
@@ -29,6 +30,7 @@ class Problem:
     call: ApiCall | None = None
     wrong: bool = True
     late: bool = False
+    others: Sequence[ApiCall] = ()
 
 
 @dataclass(frozen=True)

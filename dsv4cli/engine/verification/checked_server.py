@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsv4cli.engine.chat.remote import EFFORTS
@@ -10,6 +10,7 @@ from dsv4cli.engine.config.presets import Release
 from dsv4cli.engine.text.prompt import Message, Tool, encode_messages, think_options, with_tools
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.verification.calls import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ApiCall
+from dsv4cli.engine.verification.check import Problem
 
 # JSON has about this many characters per token, for estimates without a tokenizer
 CHARACTERS_PER_TOKEN = 4
@@ -32,6 +33,7 @@ class CheckedServer:
         echo: whether it scores the tokens of a prompt.
         tokenize: whether there is `/tokenize`.
         messages, responses: whether there is Anthropic's API, and OpenAI's Responses API.
+        unknown: attributes that could not be found out, because the server did not answer in time, with that problem.
     """
 
     url: str
@@ -47,6 +49,7 @@ class CheckedServer:
     tokenize: bool = False
     messages: bool = False
     responses: bool = False
+    unknown: Mapping[str, Problem] = field(default_factory=dict)
 
     def chat(
         self,
@@ -110,10 +113,10 @@ class CheckedServer:
         return -(-len(text) // CHARACTERS_PER_TOKEN) if self.tokenizer is None else len(self.tokenizer.encode(text))
 
     def record(self) -> Mapping[str, Any]:
-        """Return what is known of the server, for the JSON document."""
+        """Return what is known of the server, for the JSON document; None for what is unknown."""
         names = ("url", "model", "limit", "release", "release_found", "vocabulary")
         offers = ("logprobs", "completions", "echo", "tokenize", "messages", "responses")
-        return {name: getattr(self, name) for name in (*names, *offers)}
+        return {name: None if name in self.unknown else getattr(self, name) for name in (*names, *offers)}
 
 
 def prompt_parts(

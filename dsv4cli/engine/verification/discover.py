@@ -1,6 +1,6 @@
 """Finds out what a server offers: its model, its APIs, its vocabulary and the release of its prompts. No torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from dsv4cli.engine.config.presets import ASSUMED_RELEASE, RELEASES, Release
@@ -8,6 +8,7 @@ from dsv4cli.engine.text.prompt import EFFORTS
 from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.engine.verification.calls import MESSAGES, MODELS, RESPONSES, TOKENIZE, ApiCall, ServerReply
 from dsv4cli.engine.verification.chat_answer import ChatAnswer, UnreadableReply, read_chat
+from dsv4cli.engine.verification.check import Problem
 from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.vocabularies import known_tokenizers, open_tokenizer
 from dsv4cli.errors import ServerError, UsageError
@@ -22,6 +23,17 @@ PROBE = (
 TEMPLATE_TOKENS = 3
 # statuses of a path that does not exist; 0 is no response
 ABSENT = (0, 404, 405, 501)
+# attributes of `CheckedServer` that are unknown if one of these requests has no answer in time
+PROBES: Mapping[str, Sequence[str]] = {
+    "limit": ("target/models",),
+    "logprobs": ("target/logprobs",),
+    "echo": ("target/echo",),
+    "completions": ("target/completions",),
+    "tokenizer": ("target/tokenize", "target/echo", "target/completions"),
+    "messages": ("target/messages",),
+    "responses": ("target/responses",),
+    "release": ("target/off", "target/effort"),
+}
 KEY_REMEDY = "write the key to a file, and pass it with --api-key-file"
 
 
@@ -41,6 +53,37 @@ def discover(url: str, send: Send, given: ServerHints) -> CheckedServer:
         ServerError: it cannot be reached, or does not have OpenAI's chat API.
         UsageError: it does not have the model, or the tokenizer does not exist.
     """
+    probes = _Probes(send)
+    server = _discovered(url, probes, given)
+    return replace(server, unknown=probes.unknown(server))
+
+
+class _Probes:
+    """Sends the requests that find out what the server offers, and collects those without an answer in time."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._late: dict[str, Problem] = {}
+
+    def __call__(self, call: ApiCall) -> ServerReply:
+        reply = self._send(call)
+        if reply.late:
+            what = "the server did not answer a request that finds out what it offers"
+            self._late[call.key] = Problem(what, [f"{call.key}: {reply.summary}"], call, wrong=False, late=True)
+        return reply
+
+    def unknown(self, server: CheckedServer) -> Mapping[str, Problem]:
+        """Return the attributes of the server that could not be found out, with the reason."""
+        missing = {offer: [self._late[key] for key in keys if key in self._late] for offer, keys in PROBES.items()}
+        # without its requests, the release is a guess; everything else that was found in another way is known
+        return {
+            offer: late[0]
+            for offer, late in missing.items()
+            if late and (offer == "release" or not getattr(server, offer))
+        }
+
+
+def _discovered(url: str, send: Send, given: ServerHints) -> CheckedServer:
     name, limit = _model(url, send(ApiCall("target/models", MODELS, None, "GET")), given.model)
     tokenizer = None if given.tokenizer is None else open_tokenizer(given.tokenizer)
     server = CheckedServer(url, name, limit, given.release or ASSUMED_RELEASE)
@@ -90,9 +133,8 @@ def _first(url: str, reply: ServerReply) -> ChatAnswer:
     try:
         return read_chat(reply, streamed=False)
     except UnreadableReply as error:
-        raise ServerError(
-            f"{url} cannot answer a chat request: {error}", "use the URL of a server with OpenAI's chat API"
-        ) from None
+        slow, other = "run again with a longer --timeout", "use the URL of a server with OpenAI's chat API"
+        raise ServerError(f"{url} cannot answer a chat request: {error}", slow if reply.late else other) from None
 
 
 def _with_apis(server: CheckedServer, send: Send) -> tuple[CheckedServer, int | None]:

@@ -99,7 +99,7 @@ def judge_refusal(call: ApiCall, replies: Replies, *, lenient: bool = False) -> 
     reply, name = replies[call.key], call.key.partition("/")[2]
     if reply.failure == "no answer":
         yield Problem(f"no response to an invalid request ({name}) within {reply.seconds:.0f} s", [], call)
-    elif reply.failure == "not sent":
+    elif reply.late:
         yield Problem(f"an invalid request ({name}) is not checked", [reply.summary], call)
     elif reply.failure or not reply.complete:
         yield Problem(f"the connection is closed instead of a refusal ({name})", [reply.summary], call)

@@ -147,7 +147,9 @@ def _fairness(server: CheckedServer, limit: int) -> Check:
         # a long prompt that was refused took no time
         if slow and any(readable([long], replies)):
             shown = [f"{call.key}: {replies[call.key].seconds:.1f} s, the long prompt {whole:.1f} s" for call in slow]
-            yield Problem("short requests wait for longer than a prompt of the limit takes", shown, slow[0])
+            yield Problem(
+                "short requests wait for longer than a prompt of the limit takes", shown, slow[0], others=slow[1:]
+            )
 
     def calls(replies: Replies) -> Sequence[ApiCall]:
         return [long, *short]

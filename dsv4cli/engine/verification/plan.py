@@ -1,6 +1,6 @@
 """Which checks a run makes, and what they cost. No torch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dsv4cli.engine.verification.batching import batching_checks
@@ -19,6 +19,25 @@ from dsv4cli.engine.verification.temperature import temperature_check
 from dsv4cli.engine.verification.thinking import thinking_checks
 from dsv4cli.engine.verification.tools import tool_checks
 from dsv4cli.errors import UsageError
+
+# what a check must know of the server: attributes of `CheckedServer`, by the beginning of the check's name
+NEEDS: Mapping[str, Sequence[str]] = {
+    "encoding.": ("tokenizer", "release"),
+    "replies.thinking-off": ("completions", "tokenizer"),
+    "replies.stop": ("logprobs",),
+    "replies.max-tokens": ("logprobs",),
+    "replies.temperature": ("logprobs",),
+    "replies.stream": ("logprobs",),
+    "replies.utf8": ("logprobs",),
+    "replies.usage": ("logprobs",),
+    "replies.messages": ("messages",),
+    "replies.responses": ("responses",),
+    "tools.raw": ("completions",),
+    "batching.": ("logprobs",),
+    "batching.prefix": ("echo", "tokenizer"),
+    "numbers.": ("echo", "logprobs"),
+    "long.": ("limit", "tokenizer"),
+}
 
 
 @dataclass(frozen=True)
@@ -62,6 +81,8 @@ def plan_checks(
 ) -> list[Check]:
     """Return the checks in the order in which they run.
 
+    A check that depends on what the server did not answer in time is not run, and has the verdict "no answer".
+
     Args:
         sent: returns the calls of the run so far.
         reference: the answers of a trusted server to compare with.
@@ -81,7 +102,14 @@ def plan_checks(
         *(long_checks(server) if scope.long or "long" in scope.only else []),
         *leak_checks(sent),
     ]
-    return [check for check in checks if not scope.only or check.family in scope.only]
+    return [_answerable(server, check) for check in checks if not scope.only or check.family in scope.only]
+
+
+def _answerable(server: CheckedServer, check: Check) -> Check:
+    """Return the check, or one that only reports what it must know of the server and does not."""
+    needs = dict.fromkeys(need for name, needed in NEEDS.items() if check.name.startswith(name) for need in needed)
+    late = [server.unknown[need] for need in needs if need in server.unknown][:1]
+    return Check(check.name, check.reason, check.meaning, [], lambda replies: late) if late else check
 
 
 def cost_of(checks: Sequence[Check]) -> PlannedCost:

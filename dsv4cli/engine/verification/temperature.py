@@ -28,7 +28,8 @@ def temperature_check(server: CheckedServer, *, quick: bool) -> Check:
         yield from _judge_cold(cold, replies)
         if len(_texts(cold, replies)) > 1 and not server.logprobs:
             shown = [repr(one) for one in _texts(cold, replies)]
-            yield Problem("two answers at temperature 0 differ", shown, cold[0], wrong=False)
+            first, _ = next(readable(cold, replies))
+            yield Problem("two answers at temperature 0 differ", shown, first, wrong=False)
 
     return Check(
         "replies.temperature",
@@ -48,12 +49,14 @@ def _judge_hot(hot: Sequence[ApiCall], cold: Sequence[ApiCall], replies: Replies
 
     It is an error if they are also those at temperature 0. Otherwise they were sampled, from few tokens or by chance.
     """
-    hots, colds = _texts(hot, replies), _texts(cold, replies)
-    if len(hots) == 1 and len([*readable(hot, replies)]) > 1:
+    hots, colds, calls = _texts(hot, replies), _texts(cold, replies), [call for call, _ in readable(hot, replies)]
+    if len(hots) == 1 and len(calls) > 1:
         greedy = bool(colds) and hots <= colds
-        what = f"{len(hot)} answers at temperature 2 with different seeds are the same"
+        what = f"{len(calls)} answers at temperature 2 with different seeds are the same"
         shown = [f"at 2: {one!r}" for one in hots] + [f"at 0: {one!r}" for one in colds]
-        yield Problem(f"{what}, and equal the answer at temperature 0" if greedy else what, shown, hot[0], wrong=greedy)
+        yield Problem(
+            f"{what}, and equal the answer at temperature 0" if greedy else what, shown, calls[0], wrong=greedy
+        )
 
 
 def _judge_cold(cold: Sequence[ApiCall], replies: Replies) -> Iterator[Problem]:

@@ -71,13 +71,17 @@ class VerifyRun:
         self.results.append(CheckResult(check, problems, len(calls), figures))
 
     def _excused(self, problem: Problem) -> Problem:
-        """Return a problem, as no error if the server only did not answer its request in time."""
-        call = problem.call
-        reply = None if call is None else self.replies.get(call.key)
-        if call is None or reply is None or not reply.late:
+        """Return a problem, as no error if the server only did not answer in time any request that shows it."""
+        shown = [call for call in (problem.call, *problem.others) if call is not None]
+        if not shown:
             return problem
-        hangs = call.seconds is not None and reply.failure == "no answer"
-        return problem if hangs else replace(problem, wrong=False, late=True)
+        answered = next((call for call in shown if not self._excuses(call)), None)
+        return replace(problem, wrong=False, late=True) if answered is None else replace(problem, call=answered)
+
+    def _excuses(self, call: ApiCall) -> bool:
+        """Return whether a response is missing that may still come; a hang on an invalid request is an error."""
+        reply = self.replies.get(call.key)
+        return reply is not None and reply.late and not (call.seconds is not None and reply.failure == "no answer")
 
     def _unanswered(self, calls: Sequence[ApiCall], problems: Sequence[Problem]) -> Iterator[Problem]:
         """Yield a problem for late responses that no other problem mentions: judges leave out what they cannot read."""

@@ -63,6 +63,31 @@ def busy(passing, proxy):
         passing.status, passing.document = 503, {"error": {"message": "busy"}}
 
 
+def without_echo(passing, proxy):
+    """No capacity to score a prompt."""
+    if passing.body.get("echo"):
+        passing.status, passing.document = 503, {"error": {"message": "busy"}}
+
+
+def test_a_check_that_a_late_answer_prevents_is_not_skipped(dsv4, nano, tmp_path, monkeypatch):
+    monkeypatch.setattr(sender, "BACKOFF", ())
+    junit = tmp_path / "a.xml"
+    with FaultyProxy(nano.port, Fault("busy", "", after=without_echo)).serving() as proxy:
+        done = dsv4("verify", proxy.url, "--quick", "--only", "numbers,limits", "--json", "--junit", str(junit))
+    assert done.code == 6, done.err
+    found = json.loads(done.out)
+    assert (found["verdict"], found["server"]["echo"], found["server"]["completions"]) == ("no answer", None, True)
+    verdicts = {one["name"]: one["verdict"] for one in found["checks"]}
+    assert {name for name, verdict in verdicts.items() if verdict != "right"} == {"numbers.logprobs"}
+    [problem] = [problem for one in found["checks"] for problem in one["problems"]]
+    assert problem["late"]
+    assert problem["evidence"] == ['target/echo: status 503: {"error": {"message": "busy"}}']
+    assert {suite.get("name"): suite.get("errors") for suite in ElementTree.parse(junit).getroot()} == {
+        "numbers": "1",
+        "limits": "0",
+    }
+
+
 def test_a_busy_server_has_code_6_and_reports_say_so(dsv4, nano, tmp_path, monkeypatch):
     monkeypatch.setattr(sender, "BACKOFF", ())
     markdown, junit = tmp_path / "a.md", tmp_path / "a.xml"
