@@ -8,7 +8,7 @@ import pytest
 
 from dsv4cli import cli
 from tests.support.documents import FENCE, complaints, documents, lost_links, lost_paths, stages
-from tests.support.program import ROOT, Program, command
+from tests.support.program import ROOT, command
 from tests.test_architecture import ENGINE
 
 COMMANDS = {name for name, one in command(cli.app).commands.items() if not one.hidden}
@@ -44,11 +44,6 @@ def pattern(text):
 
 
 @pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
-
-
-@pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Where a reader would be: in the clone, and with a home of his own."""
     (tmp_path / "tests").symlink_to(ROOT / "tests")
@@ -57,18 +52,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_make_run_answers_its_own_question_to_the_end(program):
+def test_make_run_answers_its_own_question_to_the_end(dsv4):
     """The first words that a user reads."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     question = re.search(r"^PROMPT \?= (.*)$", makefile, re.MULTILINE)[1]
     words = re.search(r"dsv4 (run .*) --", makefile)[1].split()
-    ended = program(*words, "--seed", "1", "--", question)
+    ended = dsv4(*words, "--seed", "1", "--", question)
     assert (ended.code, ended.out.splitlines()[-1]) == (0, "17 * 23 = 391.")
     assert "cut off" not in ended.err
 
 
 @pytest.mark.parametrize("steps", [*shown()])
-def test_a_transcript_is_what_the_program_prints(steps, program, folder):
+def test_a_transcript_is_what_the_program_prints(steps, dsv4, folder):
     for line, output in steps:
         *before, words = stages(line.removeprefix("$ "))
         if words[0] == "cat":
@@ -79,7 +74,7 @@ def test_a_transcript_is_what_the_program_prints(steps, program, folder):
             assert stage[0] == "printf"
             typed = stage[1].encode().decode("unicode_escape").encode()
         assert words[0] == "dsv4"
-        done = program(*words[1:], stdin=typed if before else None)
+        done = dsv4(*words[1:], stdin=typed if before else None)
         assert done.code == 0, done.err
         # what a terminal shows of both streams; what is not on stderr must be all of stdout
         said = done.err.splitlines()
@@ -198,8 +193,8 @@ def test_a_path_that_leads_nowhere_is_found(tmp_path):
     ],
     ids=" ".join,
 )
-def test_the_keys_of_a_json_document_are_listed(arguments, program, folder):
-    done = program(*arguments)
+def test_the_keys_of_a_json_document_are_listed(arguments, dsv4, folder):
+    done = dsv4(*arguments)
     assert done.code == 0, done.err
     found = [json.loads(line) for line in done.out.splitlines()]
     keys = {key for one in found for part in (one, one.get("fit") or {}) for key in part}
@@ -225,8 +220,8 @@ def test_the_changelog_has_a_line_an_entry():
     assert [line for line in lines[3:] if len(line) > WIDEST or not re.match(r"(#+|-|\*\*.*\*\*$) ?|$", line)] == []
 
 
-def test_the_list_of_commands_has_whole_sentences(program):
-    assert "..." not in program("--help").out.partition("Commands:")[2]
+def test_the_list_of_commands_has_whole_sentences(dsv4):
+    assert "..." not in dsv4("--help").out.partition("Commands:")[2]
 
 
 def words_of_help():

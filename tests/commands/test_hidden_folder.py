@@ -10,16 +10,15 @@ from dsv4cli.commands.convert.join import next_step
 from dsv4cli.engine.checkpoint.names import ALIASES, IN_PACKAGE, folder_word, hidden_folder
 from dsv4cli.engine.checkpoint.remedies import look
 from tests.support import damage
-from tests.support.program import Program
 
 LINE = "nano means the known model; to use the folder of that name, write ./nano"
 
 
 @pytest.fixture
-def dsv4(monkeypatch, capsys, tmp_path):
+def dsv4(dsv4, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return Program(monkeypatch, capsys)
+    return dsv4
 
 
 @pytest.mark.parametrize("name", [*ALIASES, *IN_PACKAGE, "random:tiny"])

@@ -9,17 +9,10 @@ import torch
 
 from dsv4cli import cli
 from dsv4cli.errors import compiler_refusal
-from tests.support.program import Program
 
 pytest.importorskip("triton")
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
-
-
-@pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
-
 
 KERNEL = SimpleNamespace(__module__="dsv4cli.kernels.experts.kernel.grouped_gemm", __name__="down")
 
@@ -59,14 +52,14 @@ MEMORY = "Triton Error [CUDA]: an illegal memory access was encountered"
     ],
     ids=["memory", "ptxas", "source", "passes", "image", "no-gcc", "gcc"],
 )  # fmt: skip
-def test_a_kernel_that_does_not_compile_or_fit_is_a_sentence(error, where, words, program, monkeypatch):
+def test_a_kernel_that_does_not_compile_or_fit_is_a_sentence(error, where, words, dsv4, monkeypatch):
     refusal = compiler_refusal(launched(error, where))
     assert refusal is not None
     assert refusal.message.startswith("the Triton kernel experts.grouped_gemm.down does not run on this machine: ")
     assert words in refusal.message
     assert len(refusal.message.splitlines()) == 1
     monkeypatch.setattr(cli, "app", lambda **_: (_ for _ in ()).throw(error))
-    done = program("run", "Hi")
+    done = dsv4("run", "Hi")
     assert (done.code, done.out) == (4, "")
     assert words in done.err
     assert "use --backend torch" in done.err
@@ -83,7 +76,7 @@ def test_a_kernel_that_does_not_compile_or_fit_is_a_sentence(error, where, words
     ],
     ids=["found-by-the-loader", "found-by-a-launch", "arguments", "ours"],
 )  # fmt: skip
-def test_a_bug_keeps_its_traceback(error, where, program, monkeypatch):
+def test_a_bug_keeps_its_traceback(error, where, dsv4, monkeypatch):
     assert compiler_refusal(launched(error, where)) is None
 
 

@@ -5,12 +5,7 @@ import sys
 
 import pytest
 
-from tests.support.program import SMALL, Program
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
+from tests.support.program import SMALL
 
 
 def test_an_answer_for_a_closed_stdout_is_a_failure(dsv4, monkeypatch, tmp_path):

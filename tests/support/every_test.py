@@ -1,6 +1,8 @@
 """What holds for every test: a fixed seed, one thread, and memory that is never zero by luck.
 
-And the backends: a test with the fixture `backend` runs in plain PyTorch and in Triton's interpreter, or on a GPU.
+The fixture `dsv4` is the program as a function. And the backends: a test with the fixture `backend` runs in plain
+PyTorch and in Triton's interpreter, or on a GPU.
+
 `tests/conftest.py` makes this a plugin of the processes that run tests.
 """
 
@@ -54,6 +56,14 @@ def _computing(name: str) -> Iterator[str]:
 
 
 KERNELS = ["interpreter", pytest.param("triton-cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def dsv4(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """`dsv4` as a function, a `Program`. A module whose tests need more overrides it with a fixture that takes it."""
+    from tests.support.program import Program
+
+    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture(params=["torch", pytest.param("torch-cuda", marks=pytest.mark.gpu), *KERNELS])

@@ -16,16 +16,16 @@ from dsv4cli.engine.config.presets import TINY, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.text.tokens import DSML
 from tests.support.drafts import ManyTokens
-from tests.support.program import SMALL, Program, calls_block
+from tests.support.program import SMALL, calls_block
 from tests.support.slow import slow_rows
 from tests.support.terminals import says, speak
 
 
 @pytest.fixture
-def dsv4(monkeypatch, capsys, tmp_path):
+def dsv4(dsv4, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    return Program(monkeypatch, capsys)
+    return dsv4
 
 
 @pytest.fixture

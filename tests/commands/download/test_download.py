@@ -19,7 +19,7 @@ from huggingface_hub import constants, snapshot_download
 from dsv4cli.engine.hub import fetch, retry
 from tests.support import damage
 from tests.support.hub_server import HubServer, environment, git_blob, point_at, sha256
-from tests.support.program import ROOT, Program, inside
+from tests.support.program import ROOT, inside
 from tests.support.slow import slow, slow_rows
 
 REPOSITORY = "deepseek-ai/DeepSeek-V4-Flash"
@@ -51,11 +51,6 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(retry, "RetryPolicy", hasty)
     yield server
     server.close()
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def document(done):

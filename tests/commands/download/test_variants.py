@@ -13,7 +13,6 @@ from dsv4cli.engine.hub import retry
 from tests.commands.run.test_gguf import ANSWER, EXACT, QUESTION
 from tests.support.gguf_models import write_nano
 from tests.support.hub_server import HubServer, point_at
-from tests.support.program import Program
 
 NAME = "org/nano-GGUF"
 LIST = f"write it as {NAME}:NAME with NAME one of Q3_K_M, UD-Q4_K_XL"
@@ -29,11 +28,6 @@ def hub(tmp_path, monkeypatch):
     yield server
     close_session()
     server.close()
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from dsv4cli.engine.evaluation import eval_request as engine_asking
 from dsv4cli.engine.evaluation.results import read_results
-from tests.support.program import ROOT, SMALL, Program
+from tests.support.program import ROOT, SMALL
 from tests.support.slow import slow_rows
 
 FAST = ("--model", SMALL, "--max-tokens", "3", "--draft", "off")
@@ -22,11 +22,6 @@ LINES = [
     {"id": "e", "prompt": "xx"},
     {"id": "f", "prompt": "x", "score": "choice", "choices": ["u", "v"], "answer": "v", "task": "two"},
 ]
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dsv4cli.engine.evaluation.forms import NANO_FILE
 from dsv4cli.engine.evaluation.results import read_results
 from tests.support import damage
 from tests.support.conversions import convert, run
-from tests.support.program import ROOT, Program
+from tests.support.program import ROOT
 from tools.nano import evalset
 from tools.nano.judge import is_right
 from tools.nano.score import Examinee
@@ -24,18 +24,13 @@ from tools.nano.score import Examinee
 CARD = 1753 / 1860
 
 
-@pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
-
-
 def document(done):
     assert done.code == 0, done.err
     return json.loads(done.out)
 
 
-def test_nano_is_asked_what_comes_with_it(program):
-    found = document(program("eval", "--limit", "6", "--json"))
+def test_nano_is_asked_what_comes_with_it(dsv4):
+    found = document(dsv4("eval", "--limit", "6", "--json"))
     assert (found["model"], found["questions"], found["items"], found["correct"]) == ("nano", "nano", 6, 6)
     assert found["tasks"].keys() == {"sums"}
 
@@ -48,9 +43,9 @@ def test_its_set_is_the_one_that_the_tool_writes(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_it_scores_what_its_card_says(program, tmp_path):
+def test_it_scores_what_its_card_says(dsv4, tmp_path):
     out = tmp_path / "r.jsonl"
-    found = document(program("eval", "--out", str(out), "--json"))
+    found = document(dsv4("eval", "--out", str(out), "--json"))
     assert (found["items"], found["cut"]) == (200, 0)
     asked = [one for one in read_results(out)[1].values() if one.score == "exact"]
     right = sum(one.ruling == "correct" for one in asked) / len(asked)

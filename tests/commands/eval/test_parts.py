@@ -8,15 +8,10 @@ import sys
 
 import pytest
 
-from tests.support.program import ROOT, SMALL, Program
+from tests.support.program import ROOT, SMALL
 
 FAST = ("--model", SMALL, "--max-tokens", "3", "--draft", "off")
 QUESTIONS = 5
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.errors import Dsv4Error, ModelNotFound, UsageError
 from dsv4cli.output import Colours, Output
 from tests.support import damage, foreign
-from tests.support.program import Program
 from tests.support.slow import slow_rows
 from tests.support.variants import Arrays, recoded, write_variant
 
@@ -198,11 +197,6 @@ def test_a_name_with_control_characters_does_not_reach_the_terminal(diff, tmp_pa
     folder = damage.copy_checkpoint(tmp_path)
     strange = Path(folder.rename(tmp_path / "a\x1b[31mb"))
     assert "\x1b" not in diff(FLASH, str(strange))[1]
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def test_whether_the_model_would_load_is_not_the_question(dsv4, tmp_path):

@@ -5,12 +5,6 @@ import json
 import pytest
 
 from tests.support.damage import GOLDEN
-from tests.support.program import Program
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def test_each_flag_has_its_reason(dsv4):

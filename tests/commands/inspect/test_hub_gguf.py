@@ -12,7 +12,6 @@ from huggingface_hub.utils import close_session
 from dsv4cli.engine.hub import gguf, retry
 from tests.support.gguf_models import DS4, LLAMA, write_nano
 from tests.support.hub_server import HubServer, point_at
-from tests.support.program import Program
 
 NAME = "org/nano-GGUF"
 LIST = f"write it as {NAME}:NAME with NAME one of IQ2_XXS, Q4_K_M"
@@ -30,11 +29,6 @@ def hub(tmp_path, monkeypatch):
     yield server
     close_session()
     server.close()
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def two_models(folder) -> dict[str, bytes]:

@@ -168,11 +168,6 @@ def folder(tmp_path_factory) -> Path:
     return place
 
 
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
-
-
 def answer(dsv4: Program, folder: Path, changed: Mapping[str, File | None]) -> tuple[int, str]:
     """What `inspect` says of a folder with some files changed: the code, and the problem or ''."""
     for name, file in changed.items():

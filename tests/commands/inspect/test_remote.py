@@ -18,7 +18,6 @@ from dsv4cli.engine.inspection.sources import RemoteSource, resolve_inspectable
 from dsv4cli.errors import CheckpointError, HubError, ModelNotFound, UnsupportedCheckpoint
 from tests.support import damage, foreign
 from tests.support.hub_server import HubServer, point_at
-from tests.support.program import Program
 from tests.support.slow import slow, slow_rows
 from tests.support.variants import write_variant
 
@@ -45,11 +44,6 @@ def hub(tmp_path, monkeypatch):
     yield server
     close_session()
     server.close()
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def test_a_model_is_recognised_by_its_headers(hub, tmp_path):

@@ -19,18 +19,13 @@ from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Colours, Output
 from tests.support.drafts import ManyTokens
-from tests.support.program import SMALL, Program
+from tests.support.program import SMALL
 from tests.support.shared_models import load_models_anew
 from tests.support.slow import slow
 
 ASK = ("run", "What is 17 + 25?", "--model", SMALL, "--draft", "off")
 KEYS = ["drafter", "steps", "drafted", "accepted", "per_position", "tokens_per_step"]
 LINE = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage", "seed"]
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture

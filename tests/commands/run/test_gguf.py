@@ -6,17 +6,11 @@ import pytest
 
 from dsv4cli.engine.weights import placement
 from tests.support.gguf_models import DS4, LLAMA, UNSLOTH, VECTORS, write_nano
-from tests.support.program import Program
 from tests.support.slow import slow
 
 # nano's own values: experts in FP4, the rest rounded to eight bits
 EXACT = VECTORS | {r"_exps": "MXFP4", r"token_embd|gate_inp|hc_|compressor|indexer|_ape": "F16", r"": "Q8_0"}
 QUESTION, ANSWER = "What is 17 + 25?", "17 + 25 = 42.\n"
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def forget(metadata):

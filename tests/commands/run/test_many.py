@@ -9,7 +9,7 @@ import pytest
 from dsv4cli.commands.run import many
 from dsv4cli.engine.chat.answer_file import AnswerFile
 from dsv4cli.engine.runtime import runner
-from tests.support.program import SMALL, Program
+from tests.support.program import SMALL
 
 USER = "<｜User｜>"
 # without drafts: they decide in which order answers end
@@ -20,11 +20,6 @@ LABELLED = [
     {"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "g", "prompt": "y"}},
     {"prompt": "z", "max_tokens": 2, "temperature": 0},
 ]
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def lines(text):

@@ -16,7 +16,6 @@ from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.load import load_model
 from tests.support.conversions import convert
 from tests.support.golden_data import remember_weights
-from tests.support.program import Program
 from tests.support.questions import chosen
 from tools.nano.score import Examinee, window_only
 
@@ -33,11 +32,6 @@ SURE = ("sums", "tables", "products", "long sums", "facts", "units", "multi turn
 # it knows more than 97 % of all; another order of sums may turn one doubtful answer
 MOST_WRONG = 2
 TARGETS = ("nvfp4", "mp --ranks 2", "transformers", "bf16", "fp8", "base")
-
-
-@pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,7 @@ def before():
 
 @pytest.mark.slow  # test_convert.py compares the values by default
 @pytest.mark.parametrize("target", TARGETS)
-def test_there_and_back_it_is_the_same(program, before, tmp_path, target):
+def test_there_and_back_it_is_the_same(dsv4, before, tmp_path, target):
     convert("nano", tmp_path / "there", "--to", *target.split())
     # it runs as it is too; inputs of matrices without scales are not rounded, which moves it by 3 %
     ours, bound = perplexity(tmp_path / "there"), 0.03 if target in ("bf16", "transformers") else 0
@@ -107,11 +101,11 @@ def test_there_and_back_it_is_the_same(program, before, tmp_path, target):
     after = perplexity(tmp_path / "back")
     assert len(before) == 2
     assert all(math.isclose(one, other, rel_tol=1e-6) for one, other in zip(before, after, strict=True))
-    done = program("run", "What is the capital of France?", "--model", str(tmp_path / "back"))
+    done = dsv4("run", "What is the capital of France?", "--model", str(tmp_path / "back"))
     assert (done.code, done.out) == (0, "The capital of France is Paris.\n"), done.err
 
 
-def test_it_is_what_run_asks_by_default(program):
-    done = program("run", "What is 17 + 25?")
+def test_it_is_what_run_asks_by_default(dsv4):
+    done = dsv4("run", "What is 17 + 25?")
     assert (done.code, done.out) == (0, "17 + 25 = 42.\n")
     assert done.err.count("nano is the small built-in model; to use another one, add --model") == 1

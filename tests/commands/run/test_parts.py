@@ -10,16 +10,11 @@ import pytest
 
 from dsv4cli.engine.settings import Part, parse_part
 from dsv4cli.errors import UsageError
-from tests.support.program import ROOT, SMALL, Program
+from tests.support.program import ROOT, SMALL
 
 SHORT = ("--model", SMALL, "--max-tokens", "2", "--prefill-chunk", "8", "--draft", "off", "--seed", "3")
 GUIDE = (ROOT / "docs" / "guides" / "clusters.md").read_text("utf-8")
 LINES = 5
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture

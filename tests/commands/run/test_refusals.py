@@ -11,16 +11,11 @@ from dsv4cli.engine.runtime.sampling import logprobs
 from dsv4cli.engine.weights import load
 from tests.support import damage
 from tests.support.foreign import FOREIGN, INCOMPLETE, half
-from tests.support.program import SMALL, Program, save_tokenizer
+from tests.support.program import SMALL, save_tokenizer
 from tests.support.shared_models import load_models_anew
 
 FLASH = str(damage.GOLDEN / "tiny-flash")
 HARMS = damage.DAMAGES | {damage.scale_is_nan: (damage.SCALE, "scale byte 255")} | FOREIGN | INCOMPLETE
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def refused(done, code, *words):

@@ -13,18 +13,13 @@ from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.text.prompt_text import CALLS_OPEN
 from tests.support import damage
 from tests.support.golden_data import PROMPTS, golden, most_distance, official_sums
-from tests.support.program import SMALL, Program, calls_block
+from tests.support.program import SMALL, calls_block
 from tests.support.slow import slow, slow_rows
 
 KEYS = ["index", "content", "reasoning_content", "tool_calls", "ids", "finish_reason", "usage"]
 SCORE_KEYS = ["index", "ids", "logprobs", "perplexity"]
 CALL = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'}}
 SHORT = ("--model", SMALL, "--seed", "1", "--max-tokens", "3")
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def lines(text: str) -> list[dict]:

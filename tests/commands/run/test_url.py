@@ -26,11 +26,10 @@ class Results(Queue):
 
 
 @pytest.fixture
-def dsv4(monkeypatch, capsys, server):
+def dsv4(dsv4, monkeypatch, server):
     monkeypatch.setattr(remote_pool, "PAUSES", (0.0,))
     monkeypatch.setattr(remote_pool, "SimpleQueue", Results)
-    program = Program(monkeypatch, capsys)
-    return lambda *arguments, **more: program("run", "--url", server.url, *arguments, **more)
+    return lambda *arguments, **more: dsv4("run", "--url", server.url, *arguments, **more)
 
 
 @pytest.fixture

@@ -17,18 +17,13 @@ from dsv4cli.errors import UsageError
 from tests.commands.serve.test_engine_process import FOREVER, answering
 from tests.support.forked import Forked
 from tests.support.other_engines import NVFP4, model_of, stand_in
-from tests.support.program import ROOT, Program, gone
+from tests.support.program import ROOT, gone
 from tests.support.waiting import comes
 
 PAGE = (ROOT / "docs" / "reference" / "engine-flags.md").read_text("utf-8")
 # each command with --print on the page, with what it prints
 DOCUMENTED = re.findall(r"^(?:\$ )?(dsv4 serve .*--print)\n((?:(?!\$ |dsv4 |```).*\n)+)", PAGE, re.MULTILINE)
 EXPORTS = {f"nvidia/DeepSeek-V4-{size.capitalize()}-NVFP4": size for size in ("flash", "pro")}
-
-
-@pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture
@@ -42,8 +37,8 @@ def exports(monkeypatch):
     monkeypatch.setattr(served, "served_model", found)
 
 
-def serve(program, *words, engine="vllm", gpus="1xH100", model="nano"):
-    return program("serve", "--model", model, "--engine", engine, "--gpus", gpus, *words)
+def serve(dsv4, *words, engine="vllm", gpus="1xH100", model="nano"):
+    return dsv4("serve", "--model", model, "--engine", engine, "--gpus", gpus, *words)
 
 
 def test_the_page_has_every_deployment():
@@ -63,12 +58,12 @@ OTHERS = re.compile("pro|flash-0731", re.IGNORECASE)
         for one in DOCUMENTED
     ],
 )
-def test_the_engine_sees_exactly_the_documented_flags(line, printed, program, exports, tmp_path):
+def test_the_engine_sees_exactly_the_documented_flags(line, printed, dsv4, exports, tmp_path):
     python = stand_in(tmp_path, "exit 3")
     commands = [one for one in printed.splitlines() if not one.startswith("#")]
     for node, command in enumerate(commands):
         place = ["--node-rank", str(node), "--head", "HEAD"] if len(commands) > 1 else []
-        done = program(*shlex.split(line)[1:-1], *place, "--engine-python", python)
+        done = dsv4(*shlex.split(line)[1:-1], *place, "--engine-python", python)
         assert done.code == 6, done.err
         assert "ended with exit code 3" in done.err
         variables = [word for word in shlex.split(command) if re.match(r"[A-Z_0-9]+=", word)]
@@ -81,25 +76,25 @@ def test_the_engine_sees_exactly_the_documented_flags(line, printed, program, ex
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("model", ["flash", "pro", "flash-0731", *EXPORTS])
-def test_no_release_fits_one_gpu(engine, model, program, exports):
-    done = serve(program, "--print", engine=engine, gpus="1xH200", model=model)
+def test_no_release_fits_one_gpu(engine, model, dsv4, exports):
+    done = serve(dsv4, "--print", engine=engine, gpus="1xH200", model=model)
     assert (done.code, done.out) == (5, "")
     assert "does not fit on 1xH200" in done.err
 
 
-def test_pro_on_sixteen_ranks_names_the_layout_that_works(program):
-    done = serve(program, "--nodes", "2", "--tp", "16", "--print", gpus="8xH200", model="pro")
+def test_pro_on_sixteen_ranks_names_the_layout_that_works(dsv4):
+    done = serve(dsv4, "--nodes", "2", "--tp", "16", "--print", gpus="8xH200", model="pro")
     assert (done.code, done.out) == (2, "")
     assert "3072 / 16 = 192" in done.err
     assert "→ use --tp 8 on each of the 2 machines" in done.err
-    assert serve(program, "--nodes", "2", "--tp", "8", "--print", gpus="8xH200", model="pro").code == 0
+    assert serve(dsv4, "--nodes", "2", "--tp", "8", "--print", gpus="8xH200", model="pro").code == 0
 
 
-def test_a_program_on_the_path_is_found(program, tmp_path, monkeypatch):
+def test_a_program_on_the_path_is_found(dsv4, tmp_path, monkeypatch):
     path = stand_in(tmp_path, "exit 0")
     (tmp_path / "sglang").symlink_to(path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    done = serve(program, engine="sglang")
+    done = serve(dsv4, engine="sglang")
     assert (done.code, "ended with exit code 0" in done.err) == (6, True)
     assert (tmp_path / "arguments").read_text("utf-8").splitlines()[:2] == ["serve", "--model-path"]
 
@@ -117,7 +112,7 @@ def ready(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("verdict", "warning"), [("right", ""), ("wrong", "fails checks"), (None, "could not be verified: no chat API")]
 )
-def test_a_ready_server_is_verified(verdict, warning, ready, program, monkeypatch):
+def test_a_ready_server_is_verified(verdict, warning, ready, dsv4, monkeypatch):
     stop, words, url = ready
     asked = []
 
@@ -130,7 +125,7 @@ def test_a_ready_server_is_verified(verdict, warning, ready, program, monkeypatc
         return verdict
 
     monkeypatch.setattr(engine_server, "carry_out", verified)
-    done = serve(program, *words)
+    done = serve(dsv4, *words)
     # the server has ended by itself
     assert (done.code, done.out) == (6, f"{url}\n")
     assert "vllm is ready" in done.err
@@ -141,50 +136,50 @@ def test_a_ready_server_is_verified(verdict, warning, ready, program, monkeypatc
     assert [(one.url, one.model, one.quick) for one in asked] == [(url, "nano", True)]
 
 
-def test_no_verify(ready, program, monkeypatch):
+def test_no_verify(ready, dsv4, monkeypatch):
     stop, words, _ = ready
     monkeypatch.setattr(engine_server, "carry_out", lambda *_: pytest.fail("it was verified"))
     stop.touch()
-    assert serve(program, *words, "--no-verify").code == 6
+    assert serve(dsv4, *words, "--no-verify").code == 6
 
 
 @pytest.mark.slow
-def test_a_server_that_is_never_ready(program, tmp_path):
+def test_a_server_that_is_never_ready(dsv4, tmp_path):
     python = stand_in(tmp_path, f"echo $$; {FOREVER}")
     with answering(503) as url:
-        done = serve(program, "--port", url.rpartition(":")[2], "--engine-python", python, "--ready-timeout", "1")
+        done = serve(dsv4, "--port", url.rpartition(":")[2], "--engine-python", python, "--ready-timeout", "1")
     assert done.code == 6
     assert "vllm is not ready after 1 s" in done.err
     [pid] = re.findall(r"^(\d+)$", done.err, re.MULTILINE)
     assert gone(int(pid))
 
 
-def test_a_server_for_everyone_is_warned_of(program, tmp_path):
+def test_a_server_for_everyone_is_warned_of(dsv4, tmp_path):
     python = stand_in(tmp_path, "exit 3")
     warning = "anyone who can reach 0.0.0.0 can use this server"
-    assert warning in serve(program, "--engine-python", python, "--host", "0.0.0.0").err
-    assert "anyone" not in serve(program, "--engine-python", python).err
+    assert warning in serve(dsv4, "--engine-python", python, "--host", "0.0.0.0").err
+    assert "anyone" not in serve(dsv4, "--engine-python", python).err
     keys = tmp_path / "keys"
     keys.write_text("secret-of-mine", "utf-8")
-    assert "anyone" not in serve(program, "--engine-python", python, "--host", "::", "--api-key-file", str(keys)).err
+    assert "anyone" not in serve(dsv4, "--engine-python", python, "--host", "::", "--api-key-file", str(keys)).err
 
 
-def test_keys_are_passed_in_a_file(program, tmp_path):
+def test_keys_are_passed_in_a_file(dsv4, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("secret-of-mine\nanother-secret\n", "utf-8")
     python = stand_in(tmp_path, 'for last; do :; done; cat "$last"; exit 3')
-    done = serve(program, "--api-key-file", str(keys), "--engine-python", python)
+    done = serve(dsv4, "--api-key-file", str(keys), "--engine-python", python)
     assert '{"api-key": ["secret-of-mine", "another-secret"]}' in done.err
     seen = (tmp_path / "arguments").read_text("utf-8")
     assert "secret" not in seen
     assert "--config" in seen
-    refused = serve(program, "--api-key-file", str(keys), "--engine-python", python, engine="sglang")
+    refused = serve(dsv4, "--api-key-file", str(keys), "--engine-python", python, engine="sglang")
     assert (refused.code, "has 2 keys, and sglang accepts one" in refused.err) == (2, True)
     for line, complaint in (("12345678 requests=5", "limits a key"), ("12345678 name=a", "more than a key")):
         keys.write_text(line, "utf-8")
-        refused = serve(program, "--api-key-file", str(keys), "--engine-python", python)
+        refused = serve(dsv4, "--api-key-file", str(keys), "--engine-python", python)
         assert (refused.code, complaint in refused.err) == (2, True), refused.err
-    printed = serve(program, "--api-key-file", str(keys), "--print")
+    printed = serve(dsv4, "--api-key-file", str(keys), "--print")
     assert printed.out.rstrip().endswith(f'--api-key "$(head -n 1 {keys})"')
 
 
@@ -207,23 +202,23 @@ def test_keys_are_passed_in_a_file(program, tmp_path):
         (["serve", "random:tiny", "--engine", "vllm", "--gpus", "8xH200"], "not a whole checkpoint"),
     ],
 )
-def test_refusals(words, complaint, program):
-    done = program(*words)
+def test_refusals(words, complaint, dsv4):
+    done = dsv4(*words)
     assert (done.code, done.out) == (2, "")
     assert complaint in done.err
 
 
-def test_variables_of_the_environment_count_too(program, monkeypatch):
+def test_variables_of_the_environment_count_too(dsv4, monkeypatch):
     monkeypatch.setenv("DSV4_SERVE_MAX_QUEUE", "5")
-    assert "--max-queue has no effect" in serve(program, "--print").err
+    assert "--max-queue has no effect" in serve(dsv4, "--print").err
 
 
-def test_the_address_of_the_head_may_have_a_port(program):
-    out = serve(program, "--head", "[::1]:5000", "--print", gpus="2x8xH200", engine="sglang").out
+def test_the_address_of_the_head_may_have_a_port(dsv4):
+    out = serve(dsv4, "--head", "[::1]:5000", "--print", gpus="2x8xH200", engine="sglang").out
     assert out.count("--dist-init-addr '[::1]:5000'") == 2
 
 
-def test_sigterm_ends_the_engine(program, tmp_path):
+def test_sigterm_ends_the_engine(dsv4, tmp_path):
     python = stand_in(tmp_path, f"echo $$ > '{tmp_path}/pid'; exec {FOREVER}")
     pid = tmp_path / "pid"
 
@@ -233,14 +228,14 @@ def test_sigterm_ends_the_engine(program, tmp_path):
 
     sender = Thread(target=terminate)
     sender.start()
-    done = serve(program, "--engine-python", python, "--port", "9")
+    done = serve(dsv4, "--engine-python", python, "--port", "9")
     sender.join()
     assert (done.code, done.out) == (143, "")
     assert "running answers have 30 s to finish" in done.err
     assert gone(int(pid.read_text("utf-8")))
 
 
-def test_a_signal_during_the_start_ends_the_engine(program, tmp_path, monkeypatch):
+def test_a_signal_during_the_start_ends_the_engine(dsv4, tmp_path, monkeypatch):
     python, pids = stand_in(tmp_path, f"exec {FOREVER}"), []
     start = engine_process.EngineProcess.__init__
 
@@ -250,7 +245,7 @@ def test_a_signal_during_the_start_ends_the_engine(program, tmp_path, monkeypatc
         os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(engine_process.EngineProcess, "__init__", starts)
-    done = serve(program, "--engine-python", python, "--port", "9")
+    done = serve(dsv4, "--engine-python", python, "--port", "9")
     assert done.code == 143
     assert "running answers have 30 s to finish" in done.err
     assert all(map(gone, pids))

@@ -18,17 +18,11 @@ from dsv4cli.engine.tracing.stages import BY_NAME
 from dsv4cli.engine.tracing.walk import Walk
 from tests.engine.model.test_mutations import MUTATIONS
 from tests.support import damage
-from tests.support.program import Program
 
 # ratios 0, 0 and 4
 NET = "random:tiny,layers=3"
 IDS = "5,6,7,8,9,10,11,12,13"
 PNG = b"\x89PNG\r\n"
-
-
-@pytest.fixture
-def program(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -65,52 +59,52 @@ def test_a_recording_says_what_it_is_of(recorded):
     assert manifest.how.keys() >= {"backend", "chunk", "drafts", "device", "torch", "dsv4"}
 
 
-def test_the_same_again_is_explained(recorded, program, tmp_path):
+def test_the_same_again_is_explained(recorded, dsv4, tmp_path):
     folder, _ = recorded
     again = tmp_path / "B"
-    done = program(
+    done = dsv4(
         "trace", "record", NET, "--like", str(folder), "--no-noise", "--prefill-chunk", "2", "--out", str(again)
     )
     assert (done.code, done.out.startswith(f"{again}: 13 tokens, ")) == (0, True)
-    done = program("trace", "compare", str(folder), str(again))
+    done = dsv4("trace", "compare", str(folder), str(again))
     assert (done.code, done.err) == (0, "")
     assert "rounding explains every difference: " in done.out
 
 
-def test_equal_recordings_are_called_identical_and_what_is_not_compared_is_said(recorded, program):
+def test_equal_recordings_are_called_identical_and_what_is_not_compared_is_said(recorded, dsv4):
     folder, _ = recorded
-    done = program("trace", "compare", str(folder), str(folder))
+    done = dsv4("trace", "compare", str(folder), str(folder))
     assert (done.code, done.err) == (0, "")
     assert done.out.endswith("\nboth are identical: 55 stages, 13 tokens; drafters are not compared\n")
 
 
-def test_a_model_without_a_drafter_has_none_that_is_not_compared(program, tmp_path):
+def test_a_model_without_a_drafter_has_none_that_is_not_compared(dsv4, tmp_path):
     copy = damage.copy_checkpoint(tmp_path)
     damage.drafter_lost(copy)
     folder = str(tmp_path / "A")
-    assert program("trace", "record", str(copy), "--ids", IDS, "--out", folder, "--layers", "0-0").code == 0
-    done = program("trace", "compare", folder, folder)
+    assert dsv4("trace", "record", str(copy), "--ids", IDS, "--out", folder, "--layers", "0-0").code == 0
+    done = dsv4("trace", "compare", folder, folder)
     assert re.search(r"\nboth are identical: \d+ stages, 13 tokens\n$", done.out)
 
 
-def test_a_picture(recorded, program, tmp_path):
+def test_a_picture(recorded, dsv4, tmp_path):
     pytest.importorskip("matplotlib")
     folder, _ = recorded
     picture = tmp_path / "parts.png"
-    assert program("trace", "compare", str(folder), str(folder), "--plot", str(picture)).code == 0
+    assert dsv4("trace", "compare", str(folder), str(folder), "--plot", str(picture)).code == 0
     assert picture.read_bytes().startswith(PNG)
 
 
-def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
+def test_a_mistake_is_named(dsv4, monkeypatch, recorded, tmp_path):
     folder, _ = recorded
     MUTATIONS["route scale missing"].put_in(monkeypatch)
     other = str(tmp_path / "B")
-    program("trace", "record", NET, "--like", str(folder), "--no-noise", "--out", other)
-    done = program("trace", "compare", str(folder), other)
+    dsv4("trace", "record", NET, "--like", str(folder), "--no-noise", "--out", other)
+    done = dsv4("trace", "compare", str(folder), other)
     assert done.code == 3
     assert "layer 0, router, weights of the chosen experts: " in done.out
     assert "the same stage diverges in layers 0, 1, 2" in done.out
-    done = program("trace", "compare", str(folder), other, "--json")
+    done = dsv4("trace", "compare", str(folder), other, "--json")
     document = json.loads(done.out)
     assert (done.code, done.err) == (3, "")
     assert document.keys() == {"schema", "one", "other", "parts", "first", "stages"}
@@ -122,9 +116,9 @@ def test_a_mistake_is_named(program, monkeypatch, recorded, tmp_path):
     }  # fmt: skip
 
 
-def test_bisect_names_it_in_one_command(program, monkeypatch):
+def test_bisect_names_it_in_one_command(dsv4, monkeypatch):
     MUTATIONS["overlap dropped at chunk borders"].put_in(monkeypatch)
-    done = program("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "6", "--what", "attn", "--json")
+    done = dsv4("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "6", "--what", "attn", "--json")
     [found] = json.loads(done.out)["comparisons"]
     assert (done.code, done.err) == (3, "")
     assert {"streams", "ffn.streams"} < {stage["stage"] for stage in found["stages"]}
@@ -133,9 +127,9 @@ def test_bisect_names_it_in_one_command(program, monkeypatch):
 
 
 @pytest.mark.slow
-def test_bisect_against_a_recording(program, recorded, tmp_path):
+def test_bisect_against_a_recording(dsv4, recorded, tmp_path):
     folder, _ = recorded
-    done = program("trace", "bisect", NET, "--against", str(folder), "--keep", str(tmp_path / "kept"))
+    done = dsv4("trace", "bisect", NET, "--against", str(folder), "--keep", str(tmp_path / "kept"))
     assert done.code == 0
     assert f"{folder} and {NET}\n" in done.out
     assert "both are identical: 55 stages, 13 tokens" in done.out
@@ -144,41 +138,41 @@ def test_bisect_against_a_recording(program, recorded, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("target", "farthest"), [("fp8", 0), ("bf16", 1)])
-def test_bisect_of_a_conversion(program, tmp_path, target, farthest):
+def test_bisect_of_a_conversion(dsv4, tmp_path, target, farthest):
     other = str(tmp_path / target)
-    assert program("convert", "nano", other, "--to", target).code == 0
-    done = program("trace", "bisect", "nano", "--against", other, "--ids", IDS, "--json")
+    assert dsv4("convert", "nano", other, "--to", target).code == 0
+    done = dsv4("trace", "bisect", "nano", "--against", other, "--ids", IDS, "--json")
     [found] = json.loads(done.out)["comparisons"]
     # inputs of bf16 weights are not rounded
     assert (done.code, max(stage["excess"] for stage in found["stages"]) <= farthest) == (0, True)
 
 
 @pytest.mark.slow
-def test_bisect_of_slots(program):
-    done = program("trace", "bisect", NET, "--ids", IDS, "--slots")
+def test_bisect_of_slots(dsv4):
+    done = dsv4("trace", "bisect", NET, "--ids", IDS, "--slots")
     assert (done.code, done.out.count(": 55 stages, 13 tokens; drafters are not compared\n")) == (0, 2)
 
 
 @pytest.mark.slow
-def test_ranks_record_their_parts(program, tmp_path):
-    done = program("trace", "bisect", "nano", "--ids", IDS, "--tp", "2", "--keep", str(tmp_path / "kept"))
+def test_ranks_record_their_parts(dsv4, tmp_path):
+    done = dsv4("trace", "bisect", "nano", "--ids", IDS, "--tp", "2", "--keep", str(tmp_path / "kept"))
     assert done.code == 0, done.err
     other = RecordedFolder(tmp_path / "kept" / "other")
     one = RecordedFolder(tmp_path / "kept" / "one")
     assert other.rows(0, "attn.q", 0, 13).shape == one.rows(0, "attn.q", 0, 13).shape
 
 
-def test_what_layers_give_that_are_not_fed_is_not_judged(program):
-    done = program("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "2", "--layers", "1-1", "--json")
+def test_what_layers_give_that_are_not_fed_is_not_judged(dsv4):
+    done = dsv4("trace", "bisect", NET, "--ids", IDS, "--prefill-chunk", "2", "--layers", "1-1", "--json")
     [found] = json.loads(done.out)["comparisons"]
     places = [(stage["layer"], stage["stage"]) for stage in found["stages"]]
     assert ((1, "streams") in places, (2, "streams") in places) == (False, True)
 
 
 @pytest.mark.slow  # of one text, which does not change
-def test_the_usual_text_has_many_different_tokens(program, tmp_path):
+def test_the_usual_text_has_many_different_tokens(dsv4, tmp_path):
     arguments = (NET, "--steps", "0", "--layers", "0-0", "--what", "router", "--no-noise", "--json")
-    documents = [json.loads(program("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]
+    documents = [json.loads(dsv4("trace", "record", *arguments, "--out", str(tmp_path / n)).out) for n in "AB"]
     [ids], [again] = ([text["ids"] for text in one["texts"]] for one in documents)
     assert ids == again
     assert (len(ids), min(ids) >= 3) == (300, True)
@@ -186,10 +180,10 @@ def test_the_usual_text_has_many_different_tokens(program, tmp_path):
     assert len(set(ids)) > 200
 
 
-def test_prompts_of_a_file(program, tmp_path):
+def test_prompts_of_a_file(dsv4, tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text('{"ids": [5, 6]}\n{"prompt": "Hi"}\n{"text": "ab"}\n')
-    done = program(
+    done = dsv4(
         "trace", "record", "random:tiny,layers=1", "--prompts", str(file), "--steps", "0", "--what", "router",
         "--no-noise", "--json", "--out", str(tmp_path / "A"),
     )  # fmt: skip
@@ -220,7 +214,7 @@ def test_prompts_of_a_file(program, tmp_path):
         (("bisect", NET, "--prefill-chunk", "1", "--keep", "full"), "full is not empty"),
     ],
 )
-def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
+def test_refusals(dsv4, tmp_path, monkeypatch, arguments, complaint):
     monkeypatch.chdir(tmp_path)
     for name in ("full", "other"):
         (tmp_path / name).mkdir()
@@ -231,7 +225,7 @@ def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
     (tmp_path / "other" / "manifest.json").write_text(json.dumps(told))
     # nobody waits for weights to hear it
     monkeypatch.setattr(Job, "model", None)
-    done = program("trace", *arguments)
+    done = dsv4("trace", *arguments)
     assert (done.code, done.out) == (2, "")
     assert complaint in done.err
     assert "\n→ " in done.err
@@ -239,20 +233,20 @@ def test_refusals(program, tmp_path, monkeypatch, arguments, complaint):
     assert not (tmp_path / "A").exists()
 
 
-def test_what_does_not_compare(program, recorded, tmp_path):
+def test_what_does_not_compare(dsv4, recorded, tmp_path):
     folder, _ = recorded
     half, shape = tmp_path / "half", tmp_path / "shape"
     shutil.copytree(folder, half)
     (half / "manifest.json").unlink()
-    done = program("trace", "compare", str(folder), str(half))
+    done = dsv4("trace", "compare", str(folder), str(half))
     assert (done.code, f"{half} has no complete recording" in done.err) == (2, True)
-    program("trace", "record", "random:tiny,layers=2", "--ids", IDS, "--steps", "0", "--no-noise", "--out", str(shape))
-    done = program("trace", "compare", str(folder), str(shape))
+    dsv4("trace", "record", "random:tiny,layers=2", "--ids", IDS, "--steps", "0", "--no-noise", "--out", str(shape))
+    done = dsv4("trace", "compare", str(folder), str(shape))
     assert (done.code, "have different shapes: 3 layers of" in done.err) == (2, True)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_recording_does_not_stand_in_the_way(program, tmp_path, monkeypatch, error):
+def test_an_interrupted_recording_does_not_stand_in_the_way(dsv4, tmp_path, monkeypatch, error):
     out = tmp_path / "A"
 
     def interrupted(walk, texts, progress):
@@ -262,15 +256,15 @@ def test_an_interrupted_recording_does_not_stand_in_the_way(program, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(Walk, "through", interrupted)
         with contextlib.suppress(RuntimeError):
-            assert program("trace", "record", NET, "--ids", IDS, "--out", str(out)).code == 130
+            assert dsv4("trace", "record", NET, "--ids", IDS, "--out", str(out)).code == 130
     assert not out.exists()
 
 
-def test_other_tokens_and_unknown_noise(program, recorded, tmp_path):
+def test_other_tokens_and_unknown_noise(dsv4, recorded, tmp_path):
     folder, _ = recorded
     other = str(tmp_path / "B")
-    program("trace", "record", NET, "--ids", "5,6", "--steps", "0", "--no-noise", "--out", other)
-    done = program("trace", "compare", str(folder), other)
+    dsv4("trace", "record", NET, "--ids", "5,6", "--steps", "0", "--no-noise", "--out", other)
+    done = dsv4("trace", "compare", str(folder), other)
     assert (done.code, "differ in text 0: " in done.err) == (2, True)
-    done = program("trace", "compare", other, other)
+    done = dsv4("trace", "compare", other, other)
     assert (done.code, "has a noise measurement, which compare needs" in done.err) == (2, True)

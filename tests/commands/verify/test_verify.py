@@ -11,7 +11,7 @@ from dsv4cli.engine.chat import api_client
 from dsv4cli.engine.verification import sender
 from tests.support.chat_server import ChatServer, Says
 from tests.support.faulty_proxy import Fault, FaultyProxy
-from tests.support.program import ROOT, Program
+from tests.support.program import ROOT
 from tests.support.serving import served
 
 
@@ -19,11 +19,6 @@ from tests.support.serving import served
 def nano():
     with served() as one:
         yield one
-
-
-@pytest.fixture
-def dsv4(monkeypatch, capsys):
-    return Program(monkeypatch, capsys)
 
 
 def test_a_right_server_is_right_and_reports_say_so(dsv4, nano, tmp_path):
