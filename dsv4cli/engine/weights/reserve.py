@@ -4,8 +4,10 @@ Loading keeps this memory free, and `inspect --fit` shows it. Every rank has the
 parallelism does not shard.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 
+from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.config.capacity import (
     BLOCK_TOKENS,
     DEFAULT_CHUNK,
@@ -21,6 +23,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import ACTIVATION, FP32, WidestStep
 from dsv4cli.engine.weights.triton_step import TritonStep
 from dsv4cli.kernels.formats import FP4_BLOCK
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
 # prefill chunk sizes in tokens, the preferred first: a larger one is faster and needs more memory
 CHUNKS = (MAX_STEP_TOKENS, DEFAULT_CHUNK, 2048, 1024, 512, 256, 128, 64)
@@ -72,6 +75,16 @@ class Reserve:
     def total(self) -> int:
         """The sum of all parts."""
         return self.cache + self.step + self.overhead
+
+
+def step_formats(formats: Formats, specs: Iterable[TensorSpec]) -> Formats:
+    """Return the formats by which `reserves` counts the values of matrices: a GGUF model's are dequantized as bf16 is.
+
+    Intermediate values of decoding, a few MB, are not counted. specs: the tensors that are loaded.
+    """
+    if not any(spec.dtype in BLOCK_DTYPES for spec in specs):
+        return formats
+    return Formats(*("bf16" if form == "f32" else form for form in astuple(formats)))
 
 
 def reserves(

@@ -21,11 +21,15 @@ from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
+from dsv4cli.engine.weights.reserve import Workload, reserves, step_formats
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_block
+from dsv4cli.kernels.stored_matrix import CPU_CHUNK
+from tests.engine.inspection.test_fit import ready
 from tests.support.gguf_models import DS4, LLAMA, MIXES, write_nano
 from tests.support.oracle import logits_in_chunks
+from tests.support.peak import Peak
 from tests.support.slow import slow_except
 
 IDS = [0, *range(100, 116)]
@@ -205,6 +209,19 @@ def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
     path, _ = write_nano(tmp_path, DS4)
     with pytest.raises(NotEnoughMemory, match=r"the weights take 0\.01 GB and cpu has 0\.01 GB free"):
         load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=8_000_000))
+
+
+def test_a_step_on_a_cpu_takes_the_memory_that_loading_reserves(tmp_path, as_stored):
+    path, _ = write_nano(tmp_path, DS4)
+    source = FolderSource("test", path)
+    identity, table = source.identity, loaded_table(source.identity)
+    step = ready(load_model(source, Numerics.reference()), "cpu", 1, 64, 1)
+    with Peak("cpu") as peak:
+        step()
+    formats = step_formats(identity.formats, table.values())
+    (reserved,) = reserves(identity.config, formats, Workload(64, 1, 64), 1, on_gpu=False)
+    # the intermediate values of a few rows that are decoded at once
+    assert peak.most <= reserved.step + 10 * CPU_CHUNK
 
 
 @pytest.mark.parametrize("kind", ["F16", "Q8_0"])
