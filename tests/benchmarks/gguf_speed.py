@@ -40,8 +40,8 @@ RECIPES = {
 ROWS, CHUNK = 64, 8192
 
 
-def block_table(config: ModelConfig, types: list[str], recipe: dict[str, str]) -> dict[str, TensorSpec]:
-    """The tensors that are loaded of a file with these types of w1 and w3 of experts, of w2, and of other matrices."""
+def file_types(config: ModelConfig, types: list[str], recipe: dict[str, str]) -> dict[str, str]:
+    """The types of a file's tensors by name, given those of w1 and w3 of experts, of w2, and of other matrices."""
     up, down, others = types
     kinds = {r"ffn_down_exps": down, r"_exps": up} | recipe | {r"": others}
     found: dict[str, str] = {}
@@ -49,7 +49,7 @@ def block_table(config: ModelConfig, types: list[str], recipe: dict[str, str]) -
         name = gguf_name(spec)
         kind = next(kind for pattern, kind in kinds.items() if re.search(pattern, name))
         found[name] = kind if len(spec.shape) > 1 else "F32"
-    return loaded_specs(config, found)
+    return found
 
 
 @cache
@@ -87,7 +87,7 @@ def main() -> None:
         sys.exit("there is no CUDA GPU to measure")
     device, begin = torch.device("cuda"), perf_counter()
     config = resolve_model(asked.model).identity.config.without_drafter()
-    specs = block_table(config, asked.types.split(","), RECIPES[asked.recipe])
+    specs = loaded_specs(config, file_types(config, asked.types.split(","), RECIPES[asked.recipe]))
     torch.set_float32_matmul_precision("highest")
     with torch.no_grad():
         model = Transformer(config, Numerics.reference(), SINGLE)

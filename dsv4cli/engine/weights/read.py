@@ -39,8 +39,10 @@ THREADS = 8
 PIECE = 16 * 1024 * 1024
 # a thread fills one buffer while the other is copied to the device
 BUFFERS_A_THREAD = 2
-# bytes read at once from whole rows when a rank needs only some columns: they stay in a core's cache
-STRIP = 256 * 1024
+# bytes read at once from rows that are then copied, to keep some of their columns or to arrange blocks by field: they
+# stay in a core's cache, and calls take little of the time (AMD EPYC, IQ2_XXS: 5.9 GB per second of CPU time, and 3.4
+# with 256 KiB)
+STRIP = 1024 * 1024
 Bytes = NDArray[np.uint8]
 
 
@@ -84,29 +86,38 @@ class TensorRows:
 
         Raises CheckpointError for a truncated file or an invalid scale.
         """
-        if self.width == self.stride and into.flags.c_contiguous:
+        if self.spec.dtype in BLOCK_DTYPES:
+            self._read_blocks(files, into)
+        elif self.width == self.stride and into.flags.c_contiguous:
             files.read(self.info, self.begin, into.reshape(-1).data)
         else:
-            self._read_columns(files, into)
+            for rows, strip in self._strips(files):
+                into[rows] = strip
         if self.reciprocal:
             with np.errstate(divide="ignore"):  # invalid scales raise below
                 np.divide(1, numbers := into.view(np.float32), out=numbers)
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
-        if self.spec.dtype in BLOCK_DTYPES:
-            check_blocks(self.spec, into)
-            assert self.width == self.row, self.spec.name
-            into[:] = by_field(BLOCK_DTYPES[self.spec.dtype], into)
 
-    def _read_columns(self, files: Files, into: Bytes) -> None:
-        """Read whole rows, trimmed before the first and after the last byte of the piece, and keep its columns."""
+    def _read_blocks(self, files: Files, into: Bytes) -> None:
+        """Read rows of GGUF blocks, check their scales, and arrange them by field."""
+        assert self.width == self.row, self.spec.name
+        for rows, strip in self._strips(files):
+            check_blocks(self.spec, strip)
+            by_field(BLOCK_DTYPES[self.spec.dtype], strip, into[rows])
+
+    def _strips(self, files: Files) -> Iterator[tuple[slice, Bytes]]:
+        """Yield rows of the piece with their bytes. The next ones overwrite them.
+
+        Whole rows are read, trimmed before the first and after the last byte of the piece.
+        """
         at_once = max(1, STRIP // self.stride)
         strip = np.empty(at_once * self.stride, np.uint8)
         for row in range(0, self.count, at_once):
             rows = min(at_once, self.count - row)
             end = (rows - 1) * self.stride + self.width
             files.read(self.info, self.begin + row * self.stride, strip[:end].data)
-            into[row : row + rows] = strip[: rows * self.stride].reshape(rows, self.stride)[:, : self.width]
+            yield slice(row, row + rows), strip[: rows * self.stride].reshape(rows, self.stride)[:, : self.width]
 
 
 def stored(

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import gcd
 
 from dsv4cli.kernels.ggml import blocks
-from dsv4cli.kernels.ggml.arrays import Array, empty, reinterpreted
+from dsv4cli.kernels.ggml.arrays import Array, empty, items, packed
 
 # exponent bits of an fp16 number, in its second byte: all ones in NaN and infinity
 HALF_EXPONENT = 0x7C
@@ -45,7 +45,7 @@ class BlockType:
 
     @property
     def unit(self) -> int:
-        """Bytes of the widest integers, of up to eight bytes, that the fields consist of: they are copied fastest."""
+        """Bytes of the widest integers, of up to eight bytes, that the fields consist of."""
         return gcd(8, *self.ends)
 
     @property
@@ -104,14 +104,17 @@ def row_bytes(name: str, columns: int) -> int:
     return columns // kind.values * kind.nbytes
 
 
-def by_field(name: str, rows: Array) -> Array:
+def by_field(name: str, rows: Array, out: Array | None = None) -> Array:
     """Return rows of blocks, uint8 [..., bytes], with each field of all blocks of a row together (structure of arrays).
 
     The fields keep their order. A field's bytes are then aligned as its size allows, so that kernels load 8 bytes at
     once: blocks themselves are aligned to 2 bytes or to 1.
+
+    Args:
+        out: memory for the result, of the same shape, with consecutive bytes in each row.
     """
-    kind, arranged = TYPES[name], empty(rows)
-    for part, places in zip(_in_blocks(kind, rows), _by_field(kind, arranged), strict=True):
+    kind, arranged = TYPES[name], empty(rows) if out is None else out
+    for part, places in zip(_in_blocks(kind, packed(rows)), _by_field(kind, arranged), strict=True):
         places[...] = part
     return arranged
 
@@ -119,24 +122,24 @@ def by_field(name: str, rows: Array) -> Array:
 def by_block(name: str, rows: Array) -> Array:
     """Return the rows whose `by_field` these are."""
     kind, blocks = TYPES[name], empty(rows)
-    for part, places in zip(_by_field(kind, rows), _in_blocks(kind, blocks), strict=True):
+    for part, places in zip(_by_field(kind, packed(rows)), _in_blocks(kind, blocks), strict=True):
         places[...] = part
     return blocks
 
 
 def _in_blocks(kind: BlockType, rows: Array) -> Iterator[Array]:
-    """Yield each field of rows of blocks, in units: uint8 [..., bytes] -> [..., blocks, units of the field]."""
-    units = reinterpreted(rows, f"int{8 * kind.unit}").reshape(*rows.shape[:-1], -1, kind.nbytes // kind.unit)
+    """Yield each field of rows of blocks as items: uint8 [..., bytes] -> [..., blocks, items of the field]."""
+    blocks = rows.reshape(*rows.shape[:-1], -1, kind.nbytes)
     for start, end in pairwise(kind.ends):
-        yield units[..., start // kind.unit : end // kind.unit]
+        yield items(blocks[..., start:end], kind.unit)
 
 
 def _by_field(kind: BlockType, rows: Array) -> Iterator[Array]:
     """Yield the same of rows by field."""
-    units, number = reinterpreted(rows, f"int{8 * kind.unit}"), rows.shape[-1] // kind.nbytes
+    number = rows.shape[-1] // kind.nbytes
     for start, end in pairwise(kind.ends):
-        places = units[..., start // kind.unit * number : end // kind.unit * number]
-        yield places.reshape(*rows.shape[:-1], number, -1)
+        field = rows[..., start * number : end * number]
+        yield items(field.reshape(*field.shape[:-1], number, end - start), kind.unit)
 
 
 def decode(name: str, rows: Array) -> Array:

@@ -1,0 +1,126 @@
+"""How fast a GGUF file loads on this machine: docs/internals/performance.md, "Loading GGUF".
+
+python -m tests.benchmarks.gguf_load --layers 3 --experts 192 --threads 8 --threads 16     (6.8 GB)
+
+Writes a file with the tensors of Flash in the types of ds4's 2-bit files, then loads it: once after its pages were
+dropped from the page cache, and for each number of threads twice from the page cache. Prints GB/s of the file, the
+cores that were busy, and the peak of the process's memory beyond what it had before and, on a CPU, beyond the weights.
+"""
+
+import argparse
+import os
+import tempfile
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter, process_time
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from dsv4cli.engine.checkpoint.gguf.header import gguf_header, tensor_bytes, tensor_places
+from dsv4cli.engine.checkpoint.gguf.naming import GgufNaming, gguf_name
+from dsv4cli.engine.checkpoint.identify import identify
+from dsv4cli.engine.checkpoint.layout import expected_tensors
+from dsv4cli.engine.checkpoint.source import FolderSource
+from dsv4cli.engine.config.presets import FLASH, shortened
+from dsv4cli.engine.config.read import parse_config
+from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.conversion.gguf.metadata import gguf_metadata
+from dsv4cli.engine.model.numerics import Numerics
+from dsv4cli.engine.weights import read
+from dsv4cli.engine.weights.load import load_model
+from dsv4cli.kernels.dispatch import use
+from dsv4cli.kernels.ggml.types import TYPES
+from tests.benchmarks.gguf_speed import RECIPES, file_types
+from tests.support.ggml_blocks import random_rows
+from tests.support.gguf_models import NANO
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+# bytes of random blocks that each tensor repeats
+PATTERN = 1 << 22
+
+
+def write_file(path: Path, layers: int, experts: int) -> int:
+    """Writes the file and returns its size."""
+    # the vocabulary in the metadata is nano's, which is smaller; loading does not read it
+    config = parse_config(shortened(FLASH, layers, experts), "flash").without_drafter()
+    nano = identify(NANO)
+    metadata = gguf_metadata(nano, replace(config, vocab_size=nano.config.vocab_size), Formats(), {})
+    naming = GgufNaming(config.n_routed_experts, {})
+    kinds = file_types(config, ["IQ2_XXS", "Q2_K", "Q8_0"], RECIPES["ds4"])
+    tensors = {}
+    for spec in expected_tensors(config, Formats("f32", "f32", "f32")).values():
+        kind = "I32" if spec.dtype == "I64" else kinds[gguf_name(spec)]
+        tensors[gguf_name(spec)] = kind, naming.shape(spec)
+    with path.open("wb") as file:
+        start = file.write(gguf_header(metadata | {"deepseek4.vocab_size": config.vocab_size}, tensors))
+        for (begin, _), (kind, shape) in zip(tensor_places(tensors), tensors.values(), strict=True):
+            file.seek(start + begin)
+            left, pattern = tensor_bytes(kind, shape), pattern_of(kind)
+            while left:
+                left -= file.write(pattern[:left])
+        file.flush()
+        os.fsync(file.fileno())
+    return path.stat().st_size
+
+
+def pattern_of(kind: str) -> memoryview:
+    """Random blocks of a type; zeros for token ids."""
+    if kind == "I32":
+        return memoryview(bytes(PATTERN))
+    return memoryview(random_rows(kind, 1, PATTERN // TYPES[kind].nbytes, 1, 0.02).reshape(-1).view(np.uint8))
+
+
+def memory(name: str) -> int:
+    """Bytes of the process's memory by its name in /proc."""
+    return int(STATUS.read_text().partition(f"{name}:")[2].split()[0]) << 10
+
+
+def load(path: Path, device: torch.device, threads: int, what: str) -> None:
+    """Loads the file once and prints how long that took."""
+    CLEAR.write_text("5")  # VmHWM begins again
+    before, size = memory("VmRSS"), path.stat().st_size
+    begin, begun = perf_counter(), process_time()
+    # blocks stay as stored, whatever memory a CPU has
+    with use("triton"), patch("dsv4cli.engine.weights.gguf.stored", partial(read.stored, threads=threads)):
+        model = load_model(FolderSource("benchmark", path), Numerics.reference(), device=device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    elapsed, cpu = perf_counter() - begin, process_time() - begun
+    held = sum(parameter.nbytes for parameter in model.parameters()) if device.type == "cpu" else 0
+    peak = (memory("VmHWM") - before - held) / 1e9
+    print(
+        f"{what}, {threads} threads: {elapsed:.2f} s, {size / elapsed / 1e9:.2f} GB/s, {cpu / elapsed:.1f} cores busy, "
+        f"{size / cpu / 1e9:.2f} GB per second of CPU time, peak {peak:.2f} GB",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Writes the file and loads it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--experts", type=int, default=192)
+    parser.add_argument("--threads", type=int, action="append", help=f"{read.THREADS} if absent")
+    parser.add_argument("--folder", type=Path, help="for the file; a temporary folder if absent")
+    asked = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.zeros(1, device=device)
+    with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
+        path, begin = Path(folder) / "benchmark.gguf", perf_counter()
+        size = write_file(path, asked.layers, asked.experts)
+        cores = len(os.sched_getaffinity(0))
+        print(f"{cores} cores, {device}: {size / 1e9:.2f} GB written in {perf_counter() - begin:.1f} s", flush=True)
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        first, *others = asked.threads or [read.THREADS]
+        load(path, device, first, "not in the page cache")
+        for threads in (first, first, *others, *others):
+            load(path, device, threads, "in the page cache")
+
+
+if __name__ == "__main__":
+    main()
