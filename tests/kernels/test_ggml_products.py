@@ -6,6 +6,9 @@ import torch
 from dsv4cli.kernels import experts, gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts import ExpertWeights
+from dsv4cli.kernels.gemm.kernel import ggml_fp16
+from dsv4cli.kernels.ggml.kernel import fp16
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.ggml.types import DECODED, TYPES
 from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 from tests.kernels.rounding import assert_rounded_once
@@ -36,10 +39,10 @@ def test_every_value_has_the_bits_of_the_type(kind):
     assert torch.equal(gemm.linear(x, matrix), expected)
 
 
-LINEARS = [(1, "Q8_0", 96), (1, "Q6_K", 256), (5, "Q2_K", 512), (17, "IQ2_XXS", 256)]
+LINEARS = [(1, "Q8_0", 96), (1, "Q6_K", 256), (5, "Q2_K", 512), (17, "IQ2_XXS", 256), (130, "Q5_0", 96)]
 MORE_LINEARS = [
     (tokens, kind, columns)
-    for tokens in (0, 1, 5, 16, 17, 70)
+    for tokens in (0, 1, 5, 16, 17, 70, 150)
     for kind, columns in (("Q8_0", 288), ("Q2_K", 512), ("IQ2_XXS", 1024), ("Q6_K", 512), ("Q5_0", 96))
 ]
 
@@ -52,8 +55,9 @@ def test_linear_rounds_once(tokens, kind, columns, dtype):
     values = matrix.values().double()
     y = gemm.linear(x, matrix)
     assert y.dtype == dtype
-    # fp32 sums, and for many tokens values of two bf16 numbers, each rounded to nearest
-    error = (2.0**-17 + columns * 2.0**-24) * (x.double().abs() @ values.abs().T)
+    # fp32 sums, and for more than 16 tokens values of one fp16 number, rounded to nearest
+    value = 2.0**-11 if tokens >= ggml_fp16.LEAST and dtype == torch.bfloat16 else 2.0**-17
+    error = (value + columns * 2.0**-24) * (x.double().abs() @ values.abs().T)
     assert_rounded_once(y, x.double() @ values.T, error)
 
 
@@ -61,6 +65,46 @@ def test_linear_rounds_once(tokens, kind, columns, dtype):
 def test_the_bits_of_a_row_do_not_depend_on_the_others(tokens):
     matrix, x = blocks("IQ2_XXS", 8, 256), torch.randn(tokens, 256).bfloat16()
     assert torch.equal(gemm.linear(x, matrix), torch.cat([gemm.linear(row[None], matrix) for row in x]))
+
+
+@pytest.mark.parametrize(("kind", "span"), [("Q8_0", 60), *slow_rows(("F32", 60), ("MXFP4", 60))])
+def test_many_rows_of_any_size(kind, span):
+    """Rows with values that no fp16 number could hold."""
+    matrix = blocks(kind, 20, 64)
+    x = (torch.randn(150, 64) * torch.logspace(-span, span, 150, base=2)[:, None]).bfloat16()
+    values = matrix.values().double()
+    error = (2.0**-11 + 64 * 2.0**-24) * (x.double().abs() @ values.abs().T)
+    assert_rounded_once(gemm.linear(x, matrix), x.double() @ values.T, error)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_many_rows_in_parts(groups, monkeypatch):
+    matrix, x = blocks("Q4_K", groups * 300, 256), torch.randn(150, groups, 256).bfloat16()
+    whole = gemm.grouped_linear(x, matrix)
+    # parts of 256 rows of each group, and of 128 rows of x
+    monkeypatch.setattr(ggml_fp16, "PART", groups * 256 * 128)
+    assert torch.equal(gemm.grouped_linear(x, matrix), whole)
+    each = [gemm.linear(x[:, g], BlockMatrix.of(matrix.weight[300 * g : 300 * g + 300], "Q4_K")) for g in range(groups)]
+    torch.testing.assert_close(whole, torch.stack(each, 1), rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("kind", [*HOT, *slow(*OTHERS, "BF16", "F32")])
+@pytest.mark.parametrize("scale", [None, 0.02])
+def test_rows_in_fp16_neither_overflow_nor_lose_bits(kind, scale):
+    matrix = blocks(kind, 9, 512, scale=scale)
+    kernel_blocks, values = blocks_of(matrix), matrix.values().double().view(3, 3, 512)[:, 1:]
+    shifts = fp16.row_shifts(kernel_blocks, 512).view(3, 3)[:, 1:].contiguous()
+    found, rest = halves = torch.empty(2, 3, 2, 512, dtype=torch.float16)
+    fp16.decoded_halves(kernel_blocks, shifts, halves, 1)
+    exact = values * 2.0 ** shifts.double()[:, :, None]
+    finite = exact.isfinite()
+    assert found[finite].isfinite().all()
+    # one rounding to 11 bits, and subnormal numbers
+    assert ((found.double() - exact).abs() <= exact.abs() * 2.0**-11 + 2.0**-25)[finite].all()
+    both = found.double() + rest.double()
+    assert ((both - exact).abs() <= exact.abs() * 2.0**-22 + 2.0**-25)[finite].all()
+    # the bound from scales is within a factor of 8 of the largest value
+    assert (exact.abs().where(finite, 2.0**14).amax(2) >= 2.0**11).all()
 
 
 @pytest.mark.parametrize("tokens", [2, *slow(20)])

@@ -1,15 +1,18 @@
 """The most that the tensors of a prompt's steps take on a GPU that is not there: a process without TRITON_INTERPRET.
 
-usage: python -m tests.support.dry_peaks PRESET,CHUNK,PLACE,RANKS ... PRESET,ROWS,LONGEST,RANKS,captured ...; prints
-JSON.
+usage: python -m tests.support.dry_peaks PRESET,CHUNK,PLACE,RANKS[,TYPE] ... PRESET,ROWS,LONGEST,RANKS,captured
+...; prints JSON.
 """
 
 import json
 import sys
 
+from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
+from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.compiling.demand import Step, demand_of
 from dsv4cli.engine.compiling.dry_run import DryRun
 from dsv4cli.engine.compiling.no_data import CUDA
+from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.config.presets import PRESETS, shortened
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
@@ -23,12 +26,28 @@ from tests.support import no_compiler as no_compiler
 from tests.support.peak import Peak
 
 
-def peak_of(preset: str, chunk: int, place: int, ranks: int, layers: int | None) -> int:
+def types_of(config: ModelConfig, kind: str) -> dict[str, str]:
+    """The types of a GGUF file in which the matrices that the official form quantizes have this one."""
+    weights = [spec for spec in loaded_tensors(config, Formats()).values() if spec.role == "weight"]
+    return {gguf_name(spec): kind if spec.form else "F32" for spec in weights}
+
+
+def peak_of(preset: str, chunk: int, place: int, ranks: int, layers: int | None, kind: str | None = None) -> int:
     """Of a step of so many tokens behind `place` others, in a cache that has room for them."""
     end, sampling = place + chunk, Sampling(0.0)
     limits = Limits(prefill_chunk=chunk, max_context=end + 100)
     config = parse_config(shortened(PRESETS[preset], layers, None), preset)
-    demand = demand_of(config, Formats(), Numerics.reference(), limits, [sampling], NO_DRAFTS, [end], ranks=ranks)
+    demand = demand_of(
+        config,
+        Formats(),
+        Numerics.reference(),
+        limits,
+        [sampling],
+        NO_DRAFTS,
+        [end],
+        ranks=ranks,
+        gguf_types=None if kind is None else types_of(config, kind),
+    )
     with DryRun(demand, CARDS["h200"]) as dry:
         runner = Runner(dry._model, Capacity(1, end + 50), CUDA)
         runner.cache.provide(end // 128 + 4)
@@ -59,7 +78,9 @@ if __name__ == "__main__":
     cases = [case.split(",") for case in sys.argv[1:] if not case.endswith(",captured")]
     # the first with all layers, which add nothing: each leaves only the streams; the others with some of every kind
     layers = [None] + [5] * (len(cases) - 1)
-    found = [peak_of(preset, *map(int, rest), few) for (preset, *rest), few in zip(cases, layers, strict=True)]
+    found = [
+        peak_of(preset, *map(int, rest[:3]), few, *rest[3:]) for (preset, *rest), few in zip(cases, layers, strict=True)
+    ]
     graphs = [case.split(",")[:-1] for case in sys.argv[1:] if case.endswith(",captured")]
     kept = [captured(preset, *map(int, rest)) for preset, *rest in graphs]
     json.dump([*found, *kept], sys.stdout)

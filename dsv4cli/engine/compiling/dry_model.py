@@ -79,7 +79,7 @@ def placed(demand: Demand) -> tuple[Demand, Division | None]:
         return demand, None
     config = demand.config
     sizes = measure(_specs(demand).values(), config.num_experts_per_tok, demand.ranks)
-    reserved = reserves(config, demand.formats, demand.load, demand.ranks)
+    reserved = reserves(config, demand.formats, demand.load, demand.ranks, gguf=sizes.gguf)
     placement = decide(sizes, demand.memory, reserved, demand.drafting)
     config = config if placement.drafter else config.without_drafter()
     return replace(demand, config=config, chunk=placement.chunk), placement.division

@@ -167,7 +167,7 @@ def _placed(
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
     ranks, divides = target.world.size, target.world.divides_from is not None
     triton, formats = chosen() != "torch", step_formats(formats, specs.values())
-    reserved = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides)
+    reserved = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides, gguf=sizes.gguf)
     placement = decide(sizes, target.least_free_memory(), reserved, target.drafting)
     if placement.drafter or config.drafter == "none":
         return config, specs, placement

@@ -96,6 +96,7 @@ def reserves(
     on_gpu: bool = True,
     triton: bool = True,
     divides: bool = True,
+    gguf: bool = False,
 ) -> tuple[Reserve, ...]:
     """Return the memory that each of `ranks` devices needs besides weights, for each chunk size, the preferred first.
 
@@ -103,15 +104,18 @@ def reserves(
         load: the workload; if it names a chunk size, that is the only one.
         triton: whether the run uses Triton's kernels; otherwise the reference kernels.
         divides: whether ranks divide the rows of large steps.
+        gguf: whether matrices are GGUF blocks.
     """
     found, overhead = [], 0
     if on_gpu:
         overhead = OVERHEAD + (NCCL if ranks > 1 else 0)
         if triton and load.serves:
-            overhead += prefill_graph_bytes(config, load, ranks, divides)
+            overhead += prefill_graph_bytes(config, load, ranks, divides, gguf)
     for chunk in CHUNKS if load.chunk is None else (load.chunk,):
         shares = divides and ranks > 1 and load.tokens(chunk) >= divides_from(ranks)
-        step = step_bytes(config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton, divides=shares)
+        step = step_bytes(
+            config, formats, load, chunk, ranks, on_gpu=on_gpu, triton=on_gpu and triton, divides=shares, gguf=gguf
+        )
         step += step // GAPS if on_gpu else 0
         found.append(Reserve(chunk, _held(config, load, step + overhead), step, overhead))
     return tuple(found)
@@ -175,15 +179,17 @@ def step_bytes(
     on_gpu: bool,
     triton: bool,
     divides: bool,
+    gguf: bool,
 ) -> int:
     """Return an upper bound of a step's memory, or of doubling an entry pool, besides weights and cache.
 
     Args:
         divides: whether the ranks divide the rows of the step's streams.
+        gguf: whether matrices are GGUF blocks.
     """
     config, tokens = _shard(config, ranks), load.tokens(chunk)
     if triton:
-        widest = TritonStep(config, tokens, load.batch, load.context, ranks, divides).peak()
+        widest = TritonStep(config, tokens, load.batch, load.context, ranks, divides, gguf).peak()
     else:
         widest = WidestStep(
             config, formats, tokens=tokens, batch=load.batch, context=load.context, on_gpu=on_gpu
@@ -192,7 +198,7 @@ def step_bytes(
     return max(widest, blocks(load) * entries * config.head_dim * ACTIVATION)
 
 
-def prefill_graph_bytes(config: ModelConfig, load: Workload, ranks: int, divides: bool) -> int:
+def prefill_graph_bytes(config: ModelConfig, load: Workload, ranks: int, divides: bool, gguf: bool = False) -> int:
     """Return the memory of a server's captured prefill steps: the tensors of the largest, the outputs of the others.
 
     The temporary tensors of all graphs share the memory of the largest, with the fragmentation of other steps.
@@ -201,7 +207,7 @@ def prefill_graph_bytes(config: ModelConfig, load: Workload, ranks: int, divides
 
     def step(rows: int) -> TritonStep:
         shares = divides and ranks > 1 and rows >= divides_from(ranks)
-        return TritonStep(shard, rows, load.batch, load.context, ranks, shares)
+        return TritonStep(shard, rows, load.batch, load.context, ranks, shares, gguf)
 
     *others, largest = captured_rows(columns_of(load.context), ranks)
     total = step(largest).layers() + sum(step(rows).output() for rows in others)

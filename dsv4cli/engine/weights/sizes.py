@@ -32,6 +32,7 @@ class RankSizes:
         embedding: bytes of the embedding, which can be offloaded too.
         dequantized: `total` with every weight in fp32; scales and tables as stored.
         dequantized_drafter: `drafter` with every weight in fp32.
+        gguf: whether some matrices are GGUF blocks.
     """
 
     total: int
@@ -43,6 +44,7 @@ class RankSizes:
     embedding: int = 0
     dequantized: int = 0
     dequantized_drafter: int = 0
+    gguf: bool = False
 
     @property
     def main(self) -> int:
@@ -85,6 +87,7 @@ def measure(specs: Iterable[TensorSpec], chosen: int, ranks: int) -> RankSizes:
         embedding=sum(prod(spec.shape) * BITS[spec.dtype] // 8 for spec in table if spec.name == EMBEDDING),
         dequantized=dequantized,
         dequantized_drafter=dequantized_drafter,
+        gguf=any(spec.dtype in BLOCK_DTYPES for spec in table),
     )
 
 

@@ -4,6 +4,7 @@ from dsv4cli.engine.config.capacity import ROLLBACK
 from dsv4cli.engine.config.layer_kind import CSA, HCA
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.weights.reference_step import ACTIVATION, FP32, INDEX
+from dsv4cli.kernels.ggml.scratch import SCRATCH
 from dsv4cli.kernels.shares import rows_each
 
 # entries per token, with their numbers, that top-k keeps while it reads the others
@@ -16,8 +17,17 @@ class TritonStep:
     `config` has one rank's shard of the dimensions.
     """
 
-    def __init__(self, config: ModelConfig, tokens: int, batch: int, context: int, ranks: int, divides: bool) -> None:
-        """divides: whether the ranks divide the rows of the step's streams."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokens: int,
+        batch: int,
+        context: int,
+        ranks: int,
+        divides: bool,
+        gguf: bool = False,
+    ) -> None:
+        """divides: whether the ranks divide the rows of the step's streams; gguf: whether matrices are GGUF blocks."""
         self.config, self.tokens, self.batch, self.ranks, self.divides = config, tokens, batch, ranks, divides
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = ACTIVATION * tokens * config.hidden_size
@@ -25,6 +35,8 @@ class TritonStep:
         self.rows = rows_each(tokens, ranks) if divides else tokens
         self.own = ACTIVATION * self.rows * config.hidden_size
         self.queries = ACTIVATION * tokens * config.num_attention_heads * config.head_dim
+        # fp16 copies of a linear's matrix and inputs
+        self.scratch = SCRATCH if gguf else 0
         # layers whose mean over the streams DSpark reads
         self.targets = len(config.dspark.target_layer_ids) if config.dspark else 0
 
@@ -76,7 +88,7 @@ class TritonStep:
         """Return the peak memory of attention.
 
         It is the lists, and the heads with the queries; then the groups' output, also rounded, with the layer's output
-        or with a dequantized matrix.
+        or with a dequantized matrix, or with scratch memory.
         """
         c = self.config
         inner = c.o_groups * c.o_lora_rank
@@ -84,19 +96,21 @@ class TritonStep:
         widened = ACTIVATION * c.num_attention_heads * c.head_dim * c.o_lora_rank
         summed = self.hidden + (self.own if self.divides else 2 * self.hidden if self.ranks > 1 else 0)
         out = self.tokens * inner * (ACTIVATION + 1) + summed
-        return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + widened)
+        beside = max(widened, summed + self.scratch)
+        return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + beside)
 
     def experts(self) -> int:
         """Return the peak memory of the experts.
 
         It is the streams before and after attention and in the block; the input, also rounded; the outputs of the
-        shared and the routed experts with their inner values; their sum, which is fp32 with several ranks.
+        shared and the routed experts with their inner values; their sum, which is fp32 with several ranks. GGUF experts
+        have their inputs in fp16, one row per expert of a token: as much as the outputs, before which they are freed.
         """
         c, k = self.config, self.config.num_experts_per_tok
         inner = ACTIVATION * self.tokens * k * c.moe_intermediate_size
         outputs = k * self.hidden
         summed = 2 * self.hidden + (self.own if self.ranks > 1 else 0)
-        return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed)
+        return (3 * c.hc_mult + 3) * self.own + 2 * self.hidden + outputs + max(2 * inner, summed + self.scratch)
 
     def head(self) -> int:
         """Return the peak memory of the last streams, the sequences' logits and sampling.
@@ -104,7 +118,5 @@ class TritonStep:
         Sampling holds logits, with biases and penalties, of the likeliest tokens only, noise, probabilities and two
         temporary tensors, beside the token counts of penalized requests.
         """
-        return (
-            self.config.hc_mult * (2 * self.own + self.hidden)
-            + 9 * FP32 * self.batch * self.config.vocab_size * self.ranks
-        )
+        logits = FP32 * self.batch * self.config.vocab_size * self.ranks
+        return self.config.hc_mult * (2 * self.own + self.hidden) + max(9 * logits, logits + self.scratch)

@@ -27,7 +27,7 @@ from tests.support.forked import output_of
 CONFIGS = {"flash": parse_config(FLASH, "flash").without_drafter(), "pro": parse_config(PRO, "pro").without_drafter()}
 
 
-# preset, tokens of the step, tokens before it, ranks
+# preset, tokens of the step, tokens before it, ranks, type of a GGUF file's matrices
 CASES = [
     ("flash", 4096, 0, 1),
     ("flash", 8192, 122_880, 1),
@@ -37,13 +37,15 @@ CASES = [
     ("flash", 4096, 1_000_000, 4),
     ("pro", 4096, 0, 1),
     ("pro", 4096, 126_976, 4),
+    ("flash", 1024, 0, 1, "Q4_K"),
+    ("flash", 8192, 0, 1, "Q4_K"),
 ]
 # preset, rows of a captured step, tokens of the longest sequence, ranks
 CAPTURED = [("flash", 2048, 8192, 1), ("flash", 4096, FAR, 2), ("flash-0731", 4096, 8192, 4), ("pro", 4096, FAR, 8)]
 
 
 # by default each preset, with one rank and several, the longest context, and captured steps of both kinds
-FEW = [CASES[0], CASES[5], CASES[7], CAPTURED[1], CAPTURED[2]]
+FEW = [CASES[0], CASES[5], CASES[7], CASES[8], CAPTURED[1], CAPTURED[2]]
 
 
 def few_of(cases):
@@ -62,8 +64,8 @@ def peaks(request):
 
 @pytest.mark.parametrize("case", few_of(CASES), ids=str)
 def test_the_tensors_of_a_step(peaks, case):
-    name, chunk, place, ranks = case
-    (found,) = reserves(CONFIGS[name], Formats(), Workload(place + chunk, 1, chunk), ranks)
+    name, chunk, place, ranks, *kind = case
+    (found,) = reserves(CONFIGS[name], Formats(), Workload(place + chunk, 1, chunk), ranks, gguf=bool(kind))
     estimate = found.step * GAPS // (GAPS + 1)
     # never less than the tensors, and at most a sixth more
     assert peaks[case] <= estimate <= 1.16 * peaks[case]

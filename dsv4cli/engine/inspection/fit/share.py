@@ -126,8 +126,9 @@ class SharedModel:
         If that does not fit, the smallest prefill chunk is used.
         """
         ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
-        reserved = reserves(self.config, self._step_formats, Workload(context, batch), ranks, on_gpu=on_gpu)
-        placement, sizes = self._placement(ranks, free, reserved, on_gpu), self.sizes(ranks)
+        sizes, load = self.sizes(ranks), Workload(context, batch)
+        reserved = reserves(self.config, self._step_formats, load, ranks, on_gpu=on_gpu, gguf=sizes.gguf)
+        placement = self._placement(ranks, free, reserved, on_gpu)
         one = next((one for one in reserved if placement is not None and one.chunk == placement.chunk), reserved[-1])
         drafter = placement is not None and placement.drafter
         return Share(

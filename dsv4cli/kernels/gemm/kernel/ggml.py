@@ -1,4 +1,7 @@
-"""Linears over GGUF blocks, decoded in registers: for few rows each block is decoded once, for many once per tile."""
+"""Linears over GGUF blocks, decoded in registers: for few rows each block is decoded once, for more once per tile.
+
+For many bf16 rows, `ggml_fp16` decodes each matrix once to memory.
+"""
 
 import math
 from collections import defaultdict
@@ -8,6 +11,7 @@ import torch
 import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
+from dsv4cli.kernels.gemm.kernel import ggml_fp16
 from dsv4cli.kernels.gemm.kernel.dequant import one_of
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, columns, has_codes
 from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
@@ -55,6 +59,8 @@ def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequenc
     for (kind, _), pairs in alike.items():
         if suits_few(x, kind) and tokens <= FEW:
             _multiply_few(x, kind, pairs)
+        elif ggml_fp16.takes(x):
+            ggml_fp16.multiply(x, pairs)
         else:
             for blocks, y in pairs:
                 _multiply_many(x, blocks, y)

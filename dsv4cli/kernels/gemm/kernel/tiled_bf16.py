@@ -26,12 +26,12 @@ def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Compute y [T, G, N] = x [T, G, K] times the matrices of weight [G * N, K]."""
     (tokens, groups, width), features = x.shape, y.shape[2]
-    rows, columns, warps, stages = _tile(tokens, groups, features)
+    rows, columns, warps, stages = best_tile(tokens, groups, features)
     tiles, steps = cdiv(tokens, rows) * cdiv(features, columns), cdiv(width, DEPTH)
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _tiles[tiles, groups, splits](
-        _described(x, rows, DEPTH), described(weight, weight.shape, weight.stride(), [columns, DEPTH]), sums,
+        described_rows(x, rows, DEPTH), described(weight, weight.shape, weight.stride(), [columns, DEPTH]), sums,
         tokens, features, width, rows, columns, DEPTH, steps // splits, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
@@ -45,20 +45,20 @@ def coded(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, y: torch.T
     splits = parts(tiles * groups, steps)
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=y.device)
     _coded_tiles[tiles, groups, splits](
-        _described(x, columns, FP8_BLOCK), described(weight, weight.shape, weight.stride(), [64, FP8_BLOCK]),
+        described_rows(x, columns, FP8_BLOCK), described(weight, weight.shape, weight.stride(), [64, FP8_BLOCK]),
         bits(scale), sums, tokens, features, width, 64, columns, steps // splits,
         num_warps=4, num_stages=stages,
     )  # fmt: skip
     return add(sums, y)
 
 
-def _described(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def described_rows(x: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Return a descriptor of x [T, G, K] as a matrix of blocks [rows, columns]."""
     tokens, groups, width = x.shape
     return described(x, (tokens, groups * width), (x.stride(0), 1), [rows, columns])
 
 
-def _tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:
+def best_tile(tokens: int, groups: int, features: int) -> tuple[int, int, int, int]:
     """Return a tile's tokens, features, warps and stages, measured on an H200 with the widths of Flash."""
     if cdiv(tokens, 128) * cdiv(features, 256) * groups >= FULL:
         return 128, 256, 8, 3
