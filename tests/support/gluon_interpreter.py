@@ -5,8 +5,9 @@ and that nobody waits for ever. What it does not: layouts, which only the compil
 """
 
 import operator
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 DTYPES = {
     "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "fp32": torch.float32,
-    "bf16": torch.bfloat16, "uint8": torch.uint8, "fp8e5": torch.float8_e5m2, "fp8e4nv": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8, "fp8e5": torch.float8_e5m2,
+    "fp8e4nv": torch.float8_e4m3fn,
 }  # fmt: skip
 # what shared memory holds before anything is stored, and what a load without `other` gives where it is masked
 POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in DTYPES.values()}
@@ -99,7 +101,7 @@ class Scalar(int):
         return self
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "rshift", "lshift"):
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "rshift", "lshift"):
     _function = getattr(operator, f"__{_name}__")
     setattr(Values, f"__{_name}__", _operation(_function))
     setattr(Values, f"__r{_name}__", _operation(_function, True))
@@ -128,6 +130,14 @@ class Pointers:
         return Pointers(self.memory, self.places + raw(more))
 
     __radd__ = __add__
+
+    def to(self, pointer: Any, bitcast: bool) -> "Pointers":
+        """The same places in memory of another dtype."""
+        wanted = DTYPES[pointer.element_ty.name]
+        size = wanted.itemsize // self.memory.itemsize
+        whole = self.memory[: len(self.memory) // size * size].view(wanted)
+        assert not (self.places % size).any(), "not aligned"
+        return Pointers(whole, self.places // size)
 
 
 GLUON = [gl.int8, gl.int16, gl.int32, gl.int64, gl.float32, gl.bfloat16, gl.uint8]
@@ -201,9 +211,12 @@ class Language:
         self.number, self.programs = number, programs
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(gl, name)
+        return getattr(gl, name) if hasattr(gl, name) else getattr(tl, name)
 
     static_range = staticmethod(range)
+
+    def static_assert(self, fact: bool) -> None:
+        assert fact
 
     def program_id(self, _axis: int) -> Scalar:
         return Scalar(self.number)
@@ -248,8 +261,8 @@ class Language:
     def maximum(self, one: Any, other: Any) -> Any:
         return Values(one.values.clamp(min=other)) if isinstance(one, Values) else Scalar(max(one, other))
 
-    def minimum(self, one: int, other: int) -> Scalar:
-        return Scalar(min(one, other))
+    def minimum(self, one: Any, other: Any) -> Any:
+        return Values(one.values.clamp(max=other)) if isinstance(one, Values) else Scalar(min(one, other))
 
     def max(self, values: Values, axis: int) -> Any:
         largest = values.values.amax(axis)
@@ -259,16 +272,20 @@ class Language:
         return Values(values.values.abs())
 
     def inline_asm_elementwise(self, text: str, _constraints: str, given: list[Values], **options: Any) -> Any:
-        """Run PTX of bitwise instructions on words; an instruction without operands does nothing."""
+        """Run PTX of bitwise instructions on words, or one on pairs of fp16; without operands, none."""
         if not given:
             return None
+        if "f16x2" in text:
+            return Values(_of_halves(text, torch.broadcast_tensors(*(one.values for one in given))))
         words = given[0].values.view(torch.int32)
         return [Values(word.view(torch.int8)) for word in _executed(text, words, len(options["dtype"]))]
 
     def exp(self, values: Values) -> Values:
         return Values(values.values.exp())
 
-    def expand_dims(self, values: Any, axis: int) -> Values:
+    def expand_dims(self, values: Any, axis: int) -> Any:
+        if isinstance(values, Pointers):
+            return Pointers(values.memory, values.places.unsqueeze(axis))
         return Values(raw(values).unsqueeze(axis))
 
     def join(self, one: Values, other: Values) -> Values:
@@ -336,6 +353,19 @@ def _executed(text: str, words: torch.Tensor, results: int) -> list[torch.Tensor
     return [torch.where(one >= 1 << 31, one - (1 << 32), one).int() for one in found]
 
 
+def _of_halves(text: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the pairs of fp16 that an instruction computes, int32, each rounded once."""
+    name = re.search(r"(\w+)\.rn\.f16x2", text)[1]  # type: ignore[index]
+    if name == "cvt":
+        return torch.stack((given[0], given[0]), -1).half().view(torch.int32)[..., 0]
+    a, *others = (one.contiguous().view(torch.float16).double() for one in given)
+    if "0xE400E400" in text:
+        found = a - 1024
+    else:
+        found = {"add": operator.add, "mul": operator.mul, "fma": lambda a, b, c: a * b + c}[name](a, *others)
+    return found.half().view(torch.int32)
+
+
 def _begin(barrier: Barrier, count: int) -> None:
     barrier.count = barrier.pending = count
 
@@ -347,6 +377,8 @@ def _copy(shared: Shared, pointers: Pointers, mask: Values | None = None) -> Non
 def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shared: Shared) -> None:
     (row, column), (rows, columns) = place, source.block
     block = source.matrix[row : row + rows, column : column + columns]
+    # rows beyond the matrix are 0
+    block = torch.cat((block, block.new_zeros(rows - len(block), columns)))
     shared.store(Values(block))
     barrier.arrive(0, -block.numel() * block.element_size())
 
@@ -370,5 +402,6 @@ COPY = SimpleNamespace(
 TMA = SimpleNamespace(async_copy_global_to_shared=_described_copy)
 REPLACED = [
     (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.tma, TMA), (hopper.warpgroup_mma, _products),
-    (hopper.warpgroup_mma_wait, lambda _pending, deps: deps),
+    (hopper.warpgroup_mma_wait, lambda _pending, deps: deps[0] if len(deps) == 1 else deps),
+    (hopper.fence_async_shared, lambda: None),
 ]  # fmt: skip

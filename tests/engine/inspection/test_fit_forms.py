@@ -133,7 +133,7 @@ def test_blocks_are_within_a_quarter_of_what_was_measured(bits):
         assert low <= BLOCKS_DECODE[bits, batch] <= high, batch
         assert abs(low / CALIBRATED[0] / BLOCKS_DECODE[bits, batch] - 1) < 0.25
     if bits == 2:
-        assert abs(found.prefill.low / CALIBRATED[0] / 4291 - 1) < 0.25
+        assert abs(found.prefill.low / CALIBRATED[0] / 14_626 - 1) < 0.25
 
 
 def test_every_form_on_known_gpus_has_an_estimate():

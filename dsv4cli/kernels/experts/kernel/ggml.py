@@ -1,8 +1,8 @@
 """Routed experts over GGUF blocks, decoded in registers.
 
 `up` computes the gated product of w1 and w3 for some rows and the pairs (token, expert) of one expert, `down` computes
-w2; a third launch sums over a token's experts. Tiles of few pairs multiply codes, larger
-ones values.
+w2; a third launch sums over a token's experts. Tiles of few pairs multiply codes, larger ones values. On Hopper,
+`ggml_hopper` computes the experts of many tokens.
 """
 
 import math
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.block_scale.kernel import fp8_round
+from dsv4cli.kernels.experts.kernel import ggml_hopper
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.experts.kernel.sort_by_expert import group
 from dsv4cli.kernels.formats import FP8_BLOCK
@@ -68,6 +69,8 @@ def routed_outputs(
     round_inputs: bool,
 ) -> torch.Tensor:
     """Return the output of each of a token's experts: [T * k, D] in x's dtype. Arguments: as of `routed_experts`."""
+    if ggml_hopper.suits(x, weights, experts.numel()):
+        return ggml_hopper.routed_outputs(rows(x), weights, experts, routing, limit, round_inputs)
     given = fp8_round(x, FP8_BLOCK) if round_inputs else rows(x)
     pairs, width = experts.numel(), x.shape[1]
     outputs = x.new_empty(pairs, width)

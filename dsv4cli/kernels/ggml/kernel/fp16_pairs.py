@@ -1,0 +1,91 @@
+"""Decodes octets of GGUF blocks to pairs of fp16 with instructions for two values at a time, for Gluon kernels.
+
+A scale is the sum of two fp16 numbers, so that a value, their product with an exact code, is rounded once.
+"""
+
+import triton
+import triton.language as tl
+
+from dsv4cli.kernels.ggml.kernel.octets import decoded, has_offset
+
+# with an integer below 1,024 in the lowest bits: 1,024 plus that integer in fp16; twice
+_MAGIC = tl.constexpr(0x64006400)
+# bits of both codes of a word, and of their signs
+_CODES, _SIGNS = tl.constexpr(0x00FF00FF), tl.constexpr(-0x7FFF8000)
+
+
+@triton.jit
+def half_pairs(words, o, table, factor, KIND: tl.constexpr):
+    """Return the values of octets times a factor in fp16: four words of two.
+
+    A value is rounded once, to within 2 ** -11; with an offset twice, to within 2 ** -10.
+
+    Args:
+        words, o, table: as for `octets.decoded`, which also has the order of columns.
+        factor: fp32, a power of two, of the shape of o or broadcast to it.
+    """
+    codes, scale, offset, offset_scale = decoded(words, o, table, KIND)
+    high, low = _halves(scale * factor)
+    high_offset, low_offset = high, low
+    if has_offset(KIND):
+        number = (offset | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+        high_offset, low_offset = _halves(number * (-offset_scale * factor))
+    a, b, c, d = codes
+    return (
+        _pair(a, high, low, high_offset, low_offset, KIND), _pair(b, high, low, high_offset, low_offset, KIND),
+        _pair(c, high, low, high_offset, low_offset, KIND), _pair(d, high, low, high_offset, low_offset, KIND),
+    )  # fmt: skip
+
+
+@triton.jit
+def _pair(word, high, low, high_offset, low_offset, KIND: tl.constexpr):
+    """Return the values of both codes of a word."""
+    code = _without_magic(word & _CODES | _MAGIC)
+    if has_offset(KIND):
+        values = _sum(_fma(code, high, high_offset), _fma(code, low, low_offset))
+    else:
+        values = _fma(code, high, _product(code, low)) ^ (word & _SIGNS)
+    return values
+
+
+@triton.jit
+def _halves(value):
+    """Return fp32 numbers as the sums of two fp16 numbers, each twice in a word."""
+    high = _twice(value)
+    return high, _twice(value - high.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))
+
+
+@triton.jit
+def _twice(value):
+    return tl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _without_magic(words):
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 m; mov.b32 m, 0xE400E400; add.rn.f16x2 $0, $1, m;}", "=r,r", [words], dtype=tl.int32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum(one, two):
+    return tl.inline_asm_elementwise(
+        "add.rn.f16x2 $0, $1, $2;", "=r,r,r", [one, two], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _product(one, two):
+    return tl.inline_asm_elementwise(
+        "mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [one, two], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def _fma(one, two, three):
+    return tl.inline_asm_elementwise(
+        "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [one, two, three], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip

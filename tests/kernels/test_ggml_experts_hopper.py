@@ -1,0 +1,82 @@
+"""Experts of many tokens over GGUF blocks on Hopper: in an interpreter of Gluon, and on a GPU for every type."""
+
+import pytest
+import torch
+
+from dsv4cli.kernels import experts
+from dsv4cli.kernels.card import BLACKWELL, HOPPER
+from dsv4cli.kernels.experts import ExpertWeights
+from dsv4cli.kernels.experts.kernel import ggml_hopper, many_tokens
+from dsv4cli.kernels.stored_matrix import BlockMatrix
+from tests.kernels.test_ggml_products import HOT, OTHERS, blocks, values_of
+from tests.support.slow import slow_rows
+
+# pairs of four experts: more than a tile, and one more than each width of products
+COUNTS = (270, 193, 129, 66)
+MORE = [("Q8_0", "Q6_K"), ("Q4_K", "Q3_K"), ("Q5_K", "IQ4_XS"), ("IQ3_XXS", "MXFP4")]
+KINDS = [kind for kind in (*HOT, *OTHERS) if kind != "F16"]
+
+
+def stack(kind, *shape, seed):
+    """Return random blocks whose rows have about unit length, so that products do not saturate the activation."""
+    size = float(blocks(kind, 64, 256, scale=1.0).values().std())
+    return blocks(kind, *shape, seed=seed, scale=1 / (size * shape[-1] ** 0.5))
+
+
+def stacks(up, down, count, inner, hidden):
+    return ExpertWeights(
+        stack(up, count, inner, hidden, seed=1), stack(down, count, hidden, inner, seed=2),
+        stack(up, count, inner, hidden, seed=3),
+    )  # fmt: skip
+
+
+def uneven():
+    """Return the experts and routing weights of tokens, so that expert e has COUNTS[e] pairs."""
+    chosen = torch.repeat_interleave(torch.arange(len(COUNTS)), torch.tensor(COUNTS))
+    chosen = chosen[torch.randperm(len(chosen))].view(2, -1).T.contiguous()
+    return chosen, torch.rand(chosen.shape)
+
+
+def assert_close(y, weights, x, chosen, routing):
+    expected = experts.ref.routed_experts(x, values_of(weights), chosen, routing, 10.0, False).double()
+    # inner values and outputs are rounded to bf16, and products to within 2 ** -10
+    assert ((y.double() - expected).norm(dim=1) <= 2**-7 * expected.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize(("up", "down"), [("IQ2_XXS", "Q2_K"), *slow_rows(*MORE)])
+def test_in_an_interpreter(up, down, triton_backend, monkeypatch):
+    """The kernel's arithmetic and its barriers; layouts are the compiler's."""
+    if triton_backend != "interpreter":
+        pytest.skip("this interpreter runs on a CPU")
+    from dsv4cli.kernels.experts.kernel import ggml_wgmma
+    from tests.support.gluon_interpreter import Descriptor, run
+
+    class Products:
+        def __getitem__(self, grid):
+            return lambda *arguments, num_warps: run(products, 2, *arguments)
+
+    products = ggml_wgmma._products
+    monkeypatch.setattr(ggml_wgmma, "_products", Products())
+    monkeypatch.setattr(ggml_wgmma, "gluon_described", Descriptor)
+    weights, (chosen, routing) = stacks(up, down, 4, 256, 512), uneven()
+    x = torch.randn(len(chosen), 512).bfloat16()
+    outputs = ggml_hopper.routed_outputs(x, weights, chosen, routing, 10.0, False)
+    assert_close(many_tokens.ordered_sum(outputs, chosen), weights, x, chosen, routing)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 512), (512, 768)])
+def test_every_type(kind, hidden, inner, triton_backend):
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    with torch.device("cuda"):
+        weights, (chosen, routing) = stacks(kind, kind, 4, inner, hidden), uneven()
+        x = torch.randn(len(chosen), hidden).bfloat16() * torch.logspace(-2, 1, len(chosen))[:, None].bfloat16()
+        order = torch.tensor([2, 0, 3, 1])
+        moved = [BlockMatrix.of(one.weight[order], kind) for one in weights.matrices]
+        elsewhere = ExpertWeights(*moved, order.argsort())
+        assert ggml_hopper.suits(x, elsewhere, chosen.numel())
+        y = experts.routed_experts(x, elsewhere, chosen, routing, 10.0, False)
+        assert_close(y, weights, x, chosen, routing)
+        assert torch.equal(experts.routed_experts(x, elsewhere, chosen, routing, 10.0, False), y)
