@@ -42,14 +42,14 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 PATTERN = 1 << 22
 
 
-def write_file(path: Path, layers: int, experts: int) -> int:
+def write_file(path: Path, layers: int, experts: int, types: list[str]) -> int:
     """Writes the file and returns its size."""
     # the vocabulary in the metadata is nano's, which is smaller; loading does not read it
     config = parse_config(shortened(FLASH, layers, experts), "flash").without_drafter()
     nano = identify(NANO)
     metadata = gguf_metadata(nano, replace(config, vocab_size=nano.config.vocab_size), Formats(), {})
     naming = GgufNaming(config.n_routed_experts, {})
-    kinds = file_types(config, ["IQ2_XXS", "Q2_K", "Q8_0"], RECIPES["ds4"])
+    kinds = file_types(config, types, RECIPES["ds4"])
     tensors = {}
     for spec in expected_tensors(config, Formats("f32", "f32", "f32")).values():
         kind = "I32" if spec.dtype == "I64" else kinds[gguf_name(spec)]
@@ -103,6 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--experts", type=int, default=192)
+    parser.add_argument("--types", default="IQ2_XXS,Q2_K,Q8_0", help="of w1 and w3 of experts, of w2, of all others")
     parser.add_argument("--threads", type=int, action="append", help=f"{read.THREADS} if absent")
     parser.add_argument("--folder", type=Path, help="for the file; a temporary folder if absent")
     asked = parser.parse_args()
@@ -111,7 +112,7 @@ def main() -> None:
         torch.zeros(1, device=device)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         path, begin = Path(folder) / "benchmark.gguf", perf_counter()
-        size = write_file(path, asked.layers, asked.experts)
+        size = write_file(path, asked.layers, asked.experts, asked.types.split(","))
         cores = len(os.sched_getaffinity(0))
         print(f"{cores} cores, {device}: {size / 1e9:.2f} GB written in {perf_counter() - begin:.1f} s", flush=True)
         with path.open("rb") as file:

@@ -8,14 +8,29 @@ from numpy.typing import NDArray
 from dsv4cli.kernels.ggml.types import TYPES, decode
 
 Raw = NDArray[Any]
+# MXFP4 blocks whose codes are paired at once: larger temporary arrays get new pages from the system each time
+AT_ONCE = 4096
+LOW_NIBBLES, FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 
 def mxfp4_codes(rows: Raw) -> Raw:
     """Return the codes [n, K / 2] of MXFP4 rows [n, bytes], two per byte with the even column in the low nibble."""
-    codes = _blocks(rows)[..., 1:]
-    low, high = codes & 15, codes >> 4
-    packed = np.concatenate((low[..., ::2] | low[..., 1::2] << 4, high[..., ::2] | high[..., 1::2] << 4), axis=-1)
-    return packed.reshape(len(rows), -1)
+    blocks = rows.reshape(-1, TYPES["MXFP4"].nbytes)
+    # of each block: the codes of the first 16 columns, then those of the others
+    codes = np.empty((len(blocks), 2), np.uint64)
+    for start in range(0, len(blocks), AT_ONCE):
+        words = np.ascontiguousarray(blocks[start : start + AT_ONCE, 1:].view("V16")).view(np.uint64)
+        _pair(words & LOW_NIBBLES, codes[start : start + AT_ONCE, 0])
+        words >>= FOUR
+        words &= LOW_NIBBLES
+        _pair(words, codes[start : start + AT_ONCE, 1])
+    return codes.view(np.uint8).reshape(len(rows), -1)
+
+
+def _pair(nibbles: Raw, into: Raw) -> None:
+    """Write codes in the low nibbles of 16 bytes, uint64 [n, 2], as 8 bytes: uint64 [n]."""
+    nibbles |= nibbles >> FOUR
+    into[:] = nibbles.view(np.uint16).astype(np.uint8).view(np.uint64)[:, 0]
 
 
 def mxfp4_scales(rows: Raw) -> Raw:
