@@ -23,6 +23,8 @@ from dsv4cli.kernels.routing import kernel as routing
 from tests.support.slow import slow
 
 GPU = torch.device("cuda", 0)
+# seconds, less than the limit of a slow test: all kernels of a card that Triton has not compiled before
+COMPILING = 1700
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def test_every_card_from_ampere_on_is_taken(insert, one):
 def compiled(which: str, *archs: int) -> list[dict[str, Any]]:
     """The lines of tests/benchmarks/launches.py. Triton reads TRITON_INTERPRET when it is imported: another process."""
     words = "-m", "tests.benchmarks.launches", which, ",".join(map(str, archs))
-    return [json.loads(line) for line in output_of(*words, TRITON_INTERPRET=None).splitlines()]
+    return [json.loads(line) for line in output_of(*words, seconds=COMPILING, TRITON_INTERPRET=None).splitlines()]
 
 
 @pytest.mark.parametrize("archs", [(86,), *slow((86, 90), (89, 90, 120))], ids=str)

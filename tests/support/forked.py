@@ -14,7 +14,7 @@ import warnings
 from contextlib import suppress
 from typing import TextIO
 
-# whoever has started a program may be gone
+# seconds after which a program is ended: whoever has started it may be gone
 SECONDS = 120
 # warnings that Python does not show
 HIDDEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
@@ -24,8 +24,9 @@ MOST_BYTES = 1 << 18
 class Forked:
     """`python -m …` or `python -c …`; it ends as a program does."""
 
-    def __init__(self, *words: str, to: str | None = None, **environment: str | None) -> None:
-        """to: file that stdout is, in the place of `out`. environment: what is set, or with None is not."""
+    def __init__(self, *words: str, to: str | None = None, seconds: int = SECONDS, **environment: str | None) -> None:
+        """to: file that stdout is, in the place of `out`. seconds: time limit, after which SIGALRM ends the program.
+        environment: what is set, or with None is not."""
         reading, writing = os.pipe()
         if to is not None:
             os.close(writing)
@@ -34,7 +35,7 @@ class Forked:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             self._told = ours.makefile(encoding="utf-8")
-            given = pickle.dumps((words, {**os.environ, **environment}, os.getcwd()))
+            given = pickle.dumps((words, {**os.environ, **environment}, os.getcwd(), seconds))
             socket.send_fds(_nursery, [given], [writing, self._err.fileno(), theirs.fileno()])
         os.close(writing)
         self.out: TextIO = open(reading, encoding="utf-8")  # noqa: SIM115 - until it has ended
@@ -52,9 +53,10 @@ class Forked:
             return code, out, self._err.read()
 
 
-def output_of(*words: str, **environment: str | None) -> str:
+def output_of(*words: str, seconds: int = SECONDS, **environment: str | None) -> str:
     """What it prints."""
-    code, out, err = Forked(*words, **environment).ended()
+    code, out, err = Forked(*words, seconds=seconds, **environment).ended()
+    assert code != -signal.SIGALRM, f"{' '.join(words)} takes more than {seconds} s"
     assert code == 0, err
     return out
 
@@ -104,12 +106,14 @@ def _watch(tests: socket.socket) -> None:
             os.close(stream)
 
 
-def _attend(told: int, streams: list[int], words: tuple[str, ...], environment: dict[str, str], folder: str) -> None:
+def _attend(
+    told: int, streams: list[int], words: tuple[str, ...], environment: dict[str, str], folder: str, seconds: int
+) -> None:
     """Tells the program's number, and how it has ended."""
     program = os.fork()
     if program == 0:
         os.close(told)
-        _be(words, streams, environment, folder)
+        _be(words, streams, environment, folder, seconds)
     os.write(told, b"%d\n" % program)
     for stream in streams:
         os.close(stream)
@@ -117,7 +121,7 @@ def _attend(told: int, streams: list[int], words: tuple[str, ...], environment: 
     os._exit(0)
 
 
-def _be(words: tuple[str, ...], streams: list[int], environment: dict[str, str], folder: str) -> None:
+def _be(words: tuple[str, ...], streams: list[int], environment: dict[str, str], folder: str, seconds: int) -> None:
     code = 1
     try:
         for number, stream in enumerate(streams, 1):
@@ -129,7 +133,7 @@ def _be(words: tuple[str, ...], streams: list[int], environment: dict[str, str],
         os.environ.clear()
         os.environ.update({name: value for name, value in environment.items() if value is not None})
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.alarm(SECONDS)
+        signal.alarm(seconds)
         gc.enable()
         warnings.resetwarnings()
         for category in HIDDEN:
