@@ -35,8 +35,8 @@ from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.ggml.types import TYPES
 from tests.benchmarks.gguf_speed import RECIPES, file_types
 from tests.support.ggml_blocks import random_rows
-from tests.support.gguf_models import NANO
 
+NANO = Path("dsv4cli/nano")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 # bytes of random blocks that each tensor repeats
 PATTERN = 1 << 22

@@ -110,12 +110,15 @@ SHAPES = [
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)],
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits_are_fp32_sums_of_exact_products(shape, dtype):
+def test_logits_are_fp32_sums_of_exact_products(shape, dtype, stored):
     tokens, experts, width = shape
     x = torch.randn(tokens, 2 * width).to(dtype)[:, :width]
-    weight, bias = (torch.randn(experts, width) * 3 / width**0.5).bfloat16(), torch.randn(experts)
+    weight, bias = (torch.randn(experts, width) * 3 / width**0.5).to(stored), torch.randn(experts)
     exact = torch.nn.functional.softplus(x.double() @ weight.double().T).sqrt()
     order = (exact + bias.double()).sort(-1, descending=True)
     chosen, weights = route(x, weight, bias, 3, 1.0)
@@ -135,7 +138,7 @@ def test_each_way_to_tile(tile, monkeypatch):
     from dsv4cli.kernels.routing import kernel
 
     monkeypatch.setattr(kernel, "logit_tiles", lambda *_: kernel.LogitTiles(*tile, warps=4, stages=1))
-    test_logits_are_fp32_sums_of_exact_products((17, 20, 130), torch.bfloat16)
+    test_logits_are_fp32_sums_of_exact_products((17, 20, 130), torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.usefixtures("triton_backend")
@@ -147,7 +150,7 @@ def test_each_way_to_tile_one_launch(tile, dtype, monkeypatch):
     left, words = [], kernel.words
     monkeypatch.setattr(kernel, "words", lambda *where: left.append(words(*where)) or left[-1])
     monkeypatch.setattr(kernel, "fused_tiles", lambda _: kernel.FusedRouteTiles(*tile, warps=1))
-    test_logits_are_fp32_sums_of_exact_products((1, 20, 130), dtype)
+    test_logits_are_fp32_sums_of_exact_products((1, 20, 130), dtype, torch.bfloat16)
     assert left
     assert not any(one.any() for one in left)
 

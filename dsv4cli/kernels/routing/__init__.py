@@ -26,7 +26,7 @@ def route(
 
     Args:
         x: [T, D], bf16 or fp32.
-        weight: [E, D], bf16 or fp32.
+        weight: [E, D], fp16, bf16 or fp32.
         bias: fp32 [E].
         routed: int64 [T], the row whose experts and weights each row gets, or None for its own. It must be written
             before the previous launch.

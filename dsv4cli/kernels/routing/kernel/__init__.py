@@ -11,7 +11,7 @@ import triton.language as tl
 from dsv4cli.kernels.card import stages_that_fit
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
-from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route
+from dsv4cli.kernels.routing.kernel.fused import FEW, fused_route, with_products
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
 from dsv4cli.kernels.rows import planned_rows, rows
 from dsv4cli.kernels.workspace import words
@@ -164,9 +164,7 @@ def _logits(
         place = x + row.to(tl.int64) * stride + column
         values = tl.load(place, (token < count) & (column < WIDTH), other=0.0)  # [TOKENS, BLOCK]
         factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
-        if values.dtype != factors.dtype:
-            values, factors = values.to(tl.float32), factors.to(tl.float32)
-        sums = tl.dot(factors, tl.trans(values), sums, input_precision="ieee")
+        sums = with_products(sums, factors, values)
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[None]
     place = parts + (tl.program_id(2) * count.to(tl.int64) + token) * NUMBER + expert
     tl.store(place, tl.trans(sums), (token < count) & (expert < NUMBER))

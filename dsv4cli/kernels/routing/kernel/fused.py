@@ -13,6 +13,20 @@ FEW = 16
 
 
 @triton.jit
+def with_products(sums, factors, values):
+    """Add the products of factors [E, K] and values [T, K], which are exact, to fp32 sums [E, T]."""
+    if values.dtype == tl.bfloat16 and factors.dtype == tl.float16:
+        # two bf16 numbers have all bits of an fp16 number
+        high = factors.to(tl.float32).to(tl.bfloat16)
+        low = (factors.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+        sums = tl.dot(low, tl.trans(values), sums)
+        factors = high
+    elif values.dtype != factors.dtype:
+        values, factors = values.to(tl.float32), factors.to(tl.float32)
+    return tl.dot(factors, tl.trans(values), sums, input_precision="ieee")
+
+
+@triton.jit
 def _logit_of_each(
     program, x, weight, routed, parts, count, stride,
     NUMBER: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -43,9 +57,7 @@ def _logits_of_few(
     row = token if routed is None else tl.load(routed + token, token < count, other=0)
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * stride + column, (token < count) & (column < WIDTH), other=0.0)
-    if values.dtype != factors.dtype:
-        values, factors = values.to(tl.float32), factors.to(tl.float32)
-    sums = tl.trans(tl.dot(factors, tl.trans(values), input_precision="ieee"))  # [TOKENS, EXPERTS]
+    sums = tl.trans(with_products(tl.zeros([EXPERTS, TOKENS], tl.float32), factors, values))
     expert = first + tl.arange(0, EXPERTS)[None]
     leave(parts + (token * SPLITS + split) * NUMBER + expert, sums, (token < count) & (expert < NUMBER))
 
