@@ -30,7 +30,7 @@ def _kernel_module(x: torch.Tensor, weight: torch.Tensor) -> ModuleType:
 def _by_blocks(x: torch.Tensor, matrix: StoredMatrix) -> bool:
     """Return whether the kernels of GGUF blocks multiply x [T, ...] by this matrix: blocks, and fp16 for many rows.
 
-    Tensor cores multiply two fp16 or two bf16 numbers, so fp16 weights are split into two bf16 numbers there.
+    Those have inputs in fp16, so that each weight is multiplied once and not as two bf16 numbers.
     """
     return matrix.block_type is not None or (matrix.weight.dtype == torch.float16 and planned_rows(len(x), 1) > FEW)
 

@@ -92,6 +92,17 @@ def e2m1_values(code):
 
 
 @triton.jit
+def add_exact_products(values, given, sums):
+    """Add the products of values [.., N, K], bf16 or fp16, and inputs bf16 [.., K, T] to fp32 sums [.., N, T]."""
+    if values.dtype == tl.float16:
+        # two bf16 numbers have all bits of an fp16 number
+        wide = values.to(tl.float32)
+        values = wide.to(tl.bfloat16)
+        sums = tl.dot((wide - values.to(tl.float32)).to(tl.bfloat16), given, sums)
+    return tl.dot(values, given, sums)
+
+
+@triton.jit
 def read_once(matrix, place, inside, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
     """Load rows of a matrix, 0 beyond its WIDTH, without evicting other data from the cache."""
     column = tl.arange(0, COLUMNS)[None]

@@ -18,7 +18,15 @@ import triton.language as tl
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Norm, Product, bits, block_scales, one_of, runs_alike
+from dsv4cli.kernels.gemm.kernel.dequant import (
+    Norm,
+    Product,
+    add_exact_products,
+    bits,
+    block_scales,
+    one_of,
+    runs_alike,
+)
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.stored_matrix import StoredMatrix
@@ -30,11 +38,11 @@ ROWS = 16
 
 
 def takes(x: torch.Tensor, matrix: StoredMatrix) -> bool:
-    """Return whether x [T, G, K] times each group of a matrix is supported: bf16 with bf16 or FP8, whole blocks."""
+    """Return whether x [T, G, K] times each group of a matrix is supported: bf16 with 16 bits or FP8, whole blocks."""
     (tokens, groups, width), (weight, scale, _) = x.shape, matrix
     if tokens > MOST or x.dtype != torch.bfloat16 or x.stride(-1) != 1 or width % FP8_BLOCK:
         return False
-    plain = weight.dtype == torch.bfloat16 and scale is None
+    plain = weight.dtype in (torch.bfloat16, torch.float16) and scale is None
     coded = weight.dtype == torch.float8_e4m3fn and scale is not None and has_fp8(x)
     # all rows of a program must be in one block of 128
     return (plain or coded) and (groups == 1 or weight.shape[0] // groups % FP8_BLOCK == 0)
@@ -47,7 +55,7 @@ def multiply(
     results: list[torch.Tensor],
     tiles: "FewRowsTiles",
 ) -> None:
-    """Multiply x bf16 [T, G, K], normed if `norm` is given, by each weight FP8 or bf16 [G * N, K] into its result."""
+    """Multiply x bf16 [T, G, K], normed if `norm` is given, by each weight [G * N, K] into its result."""
     tokens, groups, width = x.shape
     warps, ahead, times, registers = tiles
     numbers = tuple(y.shape[-1] for y in results)
@@ -171,7 +179,7 @@ def _product(
                 powers += (power,)
             left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
             if scale is None:
-                total = tl.dot(left, rights[j], total)
+                total = add_exact_products(left, rights[j], total)
             elif ROUND:
                 total += tl.dot(left, rights[j]) * (factors[j][:, None, None] * powers[j])
             else:
@@ -292,7 +300,7 @@ def _tile(
 def _left(stored, CODED: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr):
     """Return the values of a tile, [SPLITS, 16, 128].
 
-    The dtype is fp16, which can represent all e4m3 values, if the inputs are rounded, otherwise bf16.
+    Codes become fp16, which can represent all e4m3 values, if the inputs are rounded, otherwise bf16.
     """
     values = stored
     if CODED:

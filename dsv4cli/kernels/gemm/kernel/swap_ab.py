@@ -17,7 +17,7 @@ from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Product, bits, block_scales, one_of, runs_alike
+from dsv4cli.kernels.gemm.kernel.dequant import Product, add_exact_products, bits, block_scales, one_of, runs_alike
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
@@ -33,16 +33,16 @@ _MOST_SHARED = 1024
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether x [T, G, K] times the matrices of `weight` is supported: bf16 with bf16 or FP8, whole tiles."""
+    """Return whether x [T, G, K] times the matrices of `weight` is supported: bf16 with 16 bits or FP8, whole tiles."""
     if x.dtype != torch.bfloat16 or x.shape[0] > MOST:
         return False
-    if weight.dtype not in ((torch.bfloat16, torch.float8_e4m3fn) if has_fp8(x) else (torch.bfloat16,)):
+    if weight.dtype not in (torch.bfloat16, torch.float16) and not (weight.dtype == torch.float8_e4m3fn and has_fp8(x)):
         return False
     return x.shape[1] == 1 or weight.shape[0] // x.shape[1] % 128 == 0
 
 
 def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.Tensor], tiles: "SwapTiles") -> None:
-    """Multiply x bf16 [T, G, K] by each weight FP8 or bf16 [G * N, K] into its result [T, G, N]."""
+    """Multiply x bf16 [T, G, K] by each weight [G * N, K] into its result [T, G, N]."""
     tokens, groups, width = x.shape
     rows, splits, stages, warps = tiles
     numbers = tuple(y.shape[-1] for y in results)
@@ -177,7 +177,7 @@ def _sums(
         values = tl.load(weight + column, is_row[:, None] & (column < K), other=0.0)
         given = tl.load(x + column, is_token[:, None] & (column < K), other=0.0)
         if scale is None:
-            total += tl.dot(values, tl.trans(given))
+            total += add_exact_products(values, tl.trans(given), tl.zeros_like(total))
         elif ROUND:
             given, power = scaled_blocks(given.to(tl.float32), FP8_FLOOR, FP8_LARGEST)
             factor = power.to(tl.float32, bitcast=True) * block_scales(tl.load(scale + step))

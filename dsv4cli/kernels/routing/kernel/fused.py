@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.cross_program import leave, take
+from dsv4cli.kernels.gemm.kernel.dequant import add_exact_products
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
 from dsv4cli.kernels.routing.kernel.topk import best_of, score_of, store_choice
@@ -16,14 +17,12 @@ FEW = 16
 def with_products(sums, factors, values):
     """Add the products of factors [E, K] and values [T, K], which are exact, to fp32 sums [E, T]."""
     if values.dtype == tl.bfloat16 and factors.dtype == tl.float16:
-        # two bf16 numbers have all bits of an fp16 number
-        high = factors.to(tl.float32).to(tl.bfloat16)
-        low = (factors.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
-        sums = tl.dot(low, tl.trans(values), sums)
-        factors = high
-    elif values.dtype != factors.dtype:
-        values, factors = values.to(tl.float32), factors.to(tl.float32)
-    return tl.dot(factors, tl.trans(values), sums, input_precision="ieee")
+        sums = add_exact_products(factors, tl.trans(values), sums)
+    else:
+        if values.dtype != factors.dtype:
+            values, factors = values.to(tl.float32), factors.to(tl.float32)
+        sums = tl.dot(factors, tl.trans(values), sums, input_precision="ieee")
+    return sums
 
 
 @triton.jit
