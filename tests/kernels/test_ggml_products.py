@@ -182,7 +182,7 @@ def test_experts(tokens, up, down, hidden, inner):
 
 
 @pytest.mark.parametrize(("up", "down"), gpu)
-@pytest.mark.parametrize("tokens", [1, 2, 16, 64, 300])
+@pytest.mark.parametrize("tokens", [1, 2, 5])
 def test_experts_of_flash(tokens, up, down):
     weights, chosen = stacks(up, down, 8, 2048, 4096), routes(tokens, 8, 6)
     x = torch.randn(tokens, 4096).bfloat16()
