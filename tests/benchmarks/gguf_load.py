@@ -13,6 +13,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from time import perf_counter, process_time
 from unittest.mock import patch
 
@@ -37,7 +38,7 @@ from tests.benchmarks.gguf_speed import RECIPES, file_types
 from tests.support.ggml_blocks import random_rows
 
 NANO = Path("dsv4cli/nano")
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATM = Path("/proc/self/statm")
 # bytes of random blocks that each tensor repeats
 PATTERN = 1 << 22
 
@@ -73,24 +74,41 @@ def pattern_of(kind: str) -> memoryview:
     return memoryview(random_rows(kind, 1, PATTERN // TYPES[kind].nbytes, 1, 0.02).reshape(-1).view(np.uint8))
 
 
-def memory(name: str) -> int:
-    """Bytes of the process's memory by its name in /proc."""
-    return int(STATUS.read_text().partition(f"{name}:")[2].split()[0]) << 10
+class PeakMemory(Thread):
+    """A thread that samples the resident memory of the process while its block runs; `most` is the largest sample."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.before = self.most = resident()
+        self.done = Event()
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.done.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self.done.wait(0.01):
+            self.most = max(self.most, resident())
+
+
+def resident() -> int:
+    """Bytes of resident memory of the process."""
+    return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def load(path: Path, device: torch.device, threads: int, what: str) -> None:
     """Loads the file once and prints how long that took."""
-    CLEAR.write_text("5")  # VmHWM begins again
-    before, size = memory("VmRSS"), path.stat().st_size
-    begin, begun = perf_counter(), process_time()
+    size, begin, begun = path.stat().st_size, perf_counter(), process_time()
     # blocks stay as stored, whatever memory a CPU has
-    with use("triton"), patch("dsv4cli.engine.weights.gguf.stored", partial(read.stored, threads=threads)):
+    supply = partial(read.stored, threads=threads)
+    with PeakMemory() as memory, use("triton"), patch("dsv4cli.engine.weights.gguf.stored", supply):
         model = load_model(FolderSource("benchmark", path), Numerics.reference(), device=device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
     elapsed, cpu = perf_counter() - begin, process_time() - begun
     held = sum(parameter.nbytes for parameter in model.parameters()) if device.type == "cpu" else 0
-    peak = (memory("VmHWM") - before - held) / 1e9
+    peak = (memory.most - memory.before - held) / 1e9
     print(
         f"{what}, {threads} threads: {elapsed:.2f} s, {size / elapsed / 1e9:.2f} GB/s, {cpu / elapsed:.1f} cores busy, "
         f"{size / cpu / 1e9:.2f} GB per second of CPU time, peak {peak:.2f} GB",
