@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4cli.kernels.block_scale import ref as block_scale
-from dsv4cli.kernels.ggml.types import TYPES, by_block, decode
+from dsv4cli.kernels.ggml.types import TYPES, decode, from_tiles, tile_height
 
 # values of GGUF blocks that are decoded at once: on a CPU the steps of decoding stay in its cache
 CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 25
@@ -63,14 +63,14 @@ class StoredMatrix(NamedTuple):
 class BlockMatrix(StoredMatrix):
     """One matrix, or a stack of several, of GGUF blocks: weight uint8 [..., N, bytes], without scales.
 
-    Each row holds its blocks by field (`ggml.types.by_field`). Kernels find the type in `block_type`.
+    Rows are in tiles (`ggml.types.to_tiles`) of `height` rows. Kernels find the type in `block_type`.
     """
 
     _block_type: str
 
     @classmethod
     def of(cls, weight: torch.Tensor, block_type: str) -> "BlockMatrix":
-        """Return the matrix of these rows, which hold their blocks by field."""
+        """Return the matrix of these rows, which are in tiles."""
         found = cls(weight)
         found._block_type = block_type
         return found
@@ -86,6 +86,11 @@ class BlockMatrix(StoredMatrix):
         kind = TYPES[self._block_type]
         return self.weight.shape[-1] // kind.nbytes * kind.values
 
+    @property
+    def height(self) -> int:
+        """The rows of a tile."""
+        return tile_height(self._block_type, self.weight.shape[-2])
+
     def row(self, number: int) -> "BlockMatrix":
         """Return the matrix in this row of a stack."""
         return self._replaced(self.weight[number])
@@ -97,20 +102,37 @@ class BlockMatrix(StoredMatrix):
     def values(self) -> torch.Tensor:
         """Return the fp32 values [..., N, K], decoded a few rows at a time."""
         rows, columns = self.weight.reshape(-1, self.weight.shape[-1]), self.columns
-        step = max((CPU_CHUNK if rows.device.type == "cpu" else GPU_CHUNK) // columns, 1)
+        tiles = (CPU_CHUNK if rows.device.type == "cpu" else GPU_CHUNK) // (columns * self.height)
+        step = max(tiles, 1) * self.height
         values = torch.empty(len(rows), columns, dtype=torch.float32, device=rows.device)
         for start in range(0, len(rows), step):
-            values[start : start + step] = _decoded(self._block_type, rows[start : start + step])
+            some = _in_rows(self._block_type, rows[start : start + step], self.height)
+            values[start : start + step] = _decoded(self._block_type, some)
         return values.view(*self.weight.shape[:-1], columns)
+
+    def values_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Return the fp32 values of some rows of a matrix, decoded on the device of their numbers: [T] -> [T, K]."""
+        at = numbers.to(self.weight.device)
+        tiles = self.weight.view(-1, self.height, self.weight.shape[-1])[at // self.height]
+        rows = _in_rows(self._block_type, tiles, self.height)[torch.arange(len(at), device=at.device), at % self.height]
+        return _decoded(self._block_type, rows.to(numbers.device))
+
+
+def _in_rows(block_type: str, tiles: torch.Tensor, height: int) -> torch.Tensor:
+    """Return tiles as rows of blocks. On a CPU, NumPy takes less time."""
+    if tiles.device.type == "cpu":
+        return torch.from_numpy(from_tiles(block_type, tiles.numpy(), height))
+    found: torch.Tensor = from_tiles(block_type, tiles, height)
+    return found
 
 
 def _decoded(block_type: str, rows: torch.Tensor) -> torch.Tensor:
-    """Return the values of some rows of blocks by field.
+    """Return the values of some rows of blocks.
 
     On a CPU, NumPy takes less time for the many steps of large blocks. Two cores, 64 rows of 4,096 values: Q2_K 28 M
     values/s instead of 2, IQ2_XXS 22 instead of 4, Q4_K 70 instead of 43.
     """
     if rows.device.type == "cpu" and TYPES[block_type].values > SMALL_BLOCK:
-        return torch.from_numpy(decode(block_type, by_block(block_type, rows.numpy())))
-    found: torch.Tensor = decode(block_type, by_block(block_type, rows))
+        return torch.from_numpy(decode(block_type, rows.numpy()))
+    found: torch.Tensor = decode(block_type, rows)
     return found

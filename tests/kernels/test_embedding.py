@@ -34,6 +34,6 @@ def test_rows_are_those_of_the_table(tokens, width, stored, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 @pytest.mark.parametrize(("kind", "width"), [("Q8_0", 1056), *slow_rows(("Q4_K", 2304), ("IQ3_S", 256))])
 def test_blocks_are_decoded_and_rounded_once(kind, width, dtype):
-    rows = torch.from_numpy(random_rows(kind, 9, width // TYPES[kind].values, 1, 0.02))
-    table, ids = block_matrix(rows.to(torch.get_default_device()), kind), torch.tensor([8, 0, 3, 8])
+    rows = torch.from_numpy(random_rows(kind, 16, width // TYPES[kind].values, 1, 0.02))
+    table, ids = block_matrix(rows.to(torch.get_default_device()), kind), torch.tensor([9, 0, 3, 9])
     assert torch.equal(looked_up(ids, table, dtype), table.values()[ids].to(dtype))

@@ -99,18 +99,34 @@ def test_a_block_with_a_scale_that_is_not_finite_is_found(name):
                 assert [tuple(map(int, at)) for at in np.argwhere(np.asarray(found))] == [(2, 1)]
 
 
+@pytest.mark.parametrize("height", [1, 4, 8])
 @pytest.mark.parametrize("name", sorted(DECODED))
-def test_rows_by_field_hold_each_field_of_all_blocks_together(name):
-    kind, rows = types.TYPES[name], random_rows(name, 5, 3, seed=1)
-    # the offset of a byte in its row
-    places = np.arange(3 * kind.nbytes).reshape(3, kind.nbytes)
-    ends = [*kind.fields, kind.nbytes]
-    expected = np.concatenate([places[:, start:end].ravel() for start, end in pairwise(ends)])
+def test_a_tile_holds_the_same_unit_of_its_rows_together(name, height):
+    kind, rows = types.TYPES[name], random_rows(name, 16, 3, seed=1)
+    # the number of each byte: row by row, block by block
+    numbers = np.arange(rows.size).reshape(16 // height, height, 3, kind.nbytes)
+    expected = []
+    for tile in numbers:
+        for start, end in pairwise([*kind.fields, kind.nbytes]):
+            unit = next(size for size in (8, 4, 2, 1) if (end - start) % size == 0)
+            for block in range(3):
+                for at in range(start, end, unit):
+                    expected += [byte for row in tile[:, block] for byte in row[at : at + unit]]
     for given in (rows, torch.from_numpy(rows)):
-        found = types.by_field(name, given)
-        np.testing.assert_array_equal(found, rows[:, expected])
-        np.testing.assert_array_equal(types.by_block(name, found), rows)
-    assert types.by_field(name, torch.from_numpy(rows).view(5, 1, -1)).shape == (5, 1, 3 * kind.nbytes)
+        found = types.to_tiles(name, given, height)
+        np.testing.assert_array_equal(np.asarray(found).ravel(), rows.ravel()[expected])
+        np.testing.assert_array_equal(types.from_tiles(name, found, height), rows)
+    stacked = types.to_tiles(name, torch.from_numpy(rows).view(2, 8, -1), height)
+    np.testing.assert_array_equal(stacked.view(16, -1), types.to_tiles(name, rows, height))
+
+
+@pytest.mark.parametrize("rows", [24, 20, 7])
+def test_rows_are_found_in_their_tiles(rows):
+    stored = torch.from_numpy(random_rows("Q4_K", rows, 2, seed=4, scale=0.1))
+    matrix, numbers = block_matrix(stored, "Q4_K"), torch.tensor([5, 0, rows - 1, 5])
+    assert matrix.height == {24: 8, 20: 4, 7: 1}[rows]
+    assert torch.equal(matrix.values(), types.decode("Q4_K", stored))
+    assert torch.equal(matrix.values_of(numbers), matrix.values()[numbers])
 
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "Q4_K"])

@@ -61,6 +61,14 @@ def test_linear_rounds_once(tokens, kind, columns, dtype):
     assert_rounded_once(y, x.double() @ values.T, error)
 
 
+@pytest.mark.parametrize("kind", sorted(set(DECODED) - {"F16", "BF16", "F32"}))
+def test_few_tokens_of_every_type(kind):
+    matrix, x = blocks(kind, 8, 256), torch.randn(1, 256).bfloat16()
+    values = matrix.values().double()
+    error = 256 * 2.0**-24 * (x.double().abs() @ values.abs().T)
+    assert_rounded_once(gemm.linear(x, matrix), x.double() @ values.T, error)
+
+
 @pytest.mark.parametrize("tokens", [3, *slow(16)])
 def test_the_bits_of_a_row_do_not_depend_on_the_others(tokens):
     matrix, x = blocks("IQ2_XXS", 8, 256), torch.randn(tokens, 256).bfloat16()

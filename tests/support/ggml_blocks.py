@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from dsv4cli.kernels.ggml.types import TYPES, by_field
+from dsv4cli.kernels.ggml.types import TYPES, tile_height, to_tiles
 from dsv4cli.kernels.stored_matrix import BlockMatrix
 
 
@@ -33,4 +33,4 @@ def random_rows(name: str, rows: int, blocks: int, seed: int, scale: float | Non
 
 def block_matrix(rows: torch.Tensor, name: str) -> BlockMatrix:
     """Return the matrix of rows of blocks as files have them, uint8 [..., N, bytes]."""
-    return BlockMatrix.of(by_field(name, rows), name)
+    return BlockMatrix.of(to_tiles(name, rows, tile_height(name, rows.shape[-2])), name)

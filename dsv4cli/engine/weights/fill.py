@@ -18,7 +18,7 @@ from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field, damaged_blocks
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, damaged_blocks, tile_height, to_tiles
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -64,7 +64,7 @@ def _copy(
         if tensor.shape != destination.shape or tensor.dtype != destination.dtype:
             found = f"{tensor.dtype} {list(tensor.shape)}"
             raise CheckpointError(f"{spec.name} is {found}, expected {destination.dtype} {list(destination.shape)}")
-        destination.copy_(by_field(BLOCK_DTYPES[spec.dtype], tensor) if spec.dtype in BLOCK_DTYPES else tensor)
+        destination.copy_(in_tiles(spec, tensor) if spec.dtype in BLOCK_DTYPES else tensor)
         if spec.is_scale:
             scales.append((spec, no_scales(spec.dtype, tensor.reshape(-1).view(torch.uint8)).any()))
         nbytes = tensor.nbytes
@@ -135,6 +135,12 @@ def no_scales(dtype: str, stored: Any) -> Any:
         return ~((numbers > 0) & (numbers < inf))
     # e4m3: NaN and negative numbers
     return stored == E8M0_NAN if dtype == "F8_E8M0" else stored >= E4M3_NAN
+
+
+def in_tiles(spec: TensorSpec, rows: Any) -> Any:
+    """Return this rank's rows of GGUF blocks, uint8 [N, bytes], as parameters hold them: in tiles."""
+    kind = BLOCK_DTYPES[spec.dtype]
+    return to_tiles(kind, rows, tile_height(kind, rows.shape[0]))
 
 
 def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:

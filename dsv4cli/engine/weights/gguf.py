@@ -1,4 +1,4 @@
-"""Fill a model's parameters from GGUF files: blocks, by field, and matrices of 16 or 32 bits; others are decoded."""
+"""Fill a model's parameters from GGUF files: blocks, in tiles, and matrices of 16 or 32 bits; others are decoded."""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,11 +23,12 @@ from dsv4cli.engine.weights.fill import (
     Destinations,
     Supply,
     damaged_scale,
+    in_tiles,
     local_slice,
     no_scales,
 )
 from dsv4cli.engine.weights.read import stored
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_field
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
 # threads that decode; each holds 1 MiB of rows and their values
 DECODERS = 8
@@ -72,7 +73,7 @@ def _jobs(
 
 
 def _copy_blocks(model: GgufStoredModel, spec: TensorSpec, destination: torch.Tensor) -> Arrived:
-    blocks = torch.from_numpy(by_field(BLOCK_DTYPES[spec.dtype], model.read_blocks(spec)))
+    blocks = torch.from_numpy(in_tiles(spec, model.read_blocks(spec)))
     destination.copy_(blocks)
     return spec.name, blocks.nbytes
 

@@ -3,7 +3,7 @@
 import torch
 import triton.language as tl
 
-from dsv4cli.kernels.ggml.kernel.fields import blocks, row_bytes
+from dsv4cli.kernels.ggml.kernel.fields import blocks, tile_rows
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of, columns, octet_values
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
@@ -25,7 +25,16 @@ def embed(ids: torch.Tensor, table: StoredMatrix, dtype: torch.dtype) -> torch.T
     else:
         held = blocks_of(table, ids.device)
         _embed_blocks[grid](
-            ids.contiguous(), held.rows, held.table, rows, width, held.kind, OCTETS, num_warps=4, **overlap(ids)
+            ids.contiguous(),
+            held.rows,
+            held.table,
+            rows,
+            width,
+            held.kind,
+            held.height,
+            OCTETS,
+            num_warps=4,
+            **overlap(ids),
         )
     return rows
 
@@ -49,21 +58,21 @@ def _embed(
 @launched
 def _embed_blocks(
     ids,  # int64 [T]
-    blocks_by_row,  # blocks [V, WIDTH]
+    table,  # blocks [V, WIDTH]
     codebook,
     rows,  # [T, WIDTH]
     WIDTH: tl.constexpr,  # a multiple of 8
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     OCTETS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     octet = tl.program_id(1) * OCTETS + tl.arange(0, OCTETS)[None]
-    BYTES: tl.constexpr = row_bytes(KIND, WIDTH)
     wait_for_inputs(OVERLAP)
-    row = blocks_by_row + (tl.load(ids + token) + tl.zeros([1, 1], tl.int64)) * BYTES
+    found = tile_rows(table, tl.load(ids + token) + tl.zeros([1, 1], tl.int64), WIDTH, KIND, HEIGHT)
     # octets beyond the row's end repeat its last one
     given = tl.minimum(octet, WIDTH // 8 - 1)
-    values = octet_values(row, given, codebook, KIND, blocks(KIND, WIDTH))
+    values = octet_values(found, given, codebook, KIND, blocks(KIND, WIDTH), HEIGHT)
     column = octet[:, :, None] * 8 + tl.arange(0, 8)[None, None]
     tl.store(rows + token * WIDTH + column, values.to(rows.dtype.element_ty), column < WIDTH)

@@ -25,38 +25,55 @@ def signed(x: Array) -> Array:
 def halves(x: Array) -> Array:
     """Return the fp32 values of fp16 numbers: uint8 [..., 2n] -> fp32 [..., n]."""
     if not _is_tensor(x):
-        return packed(x).view("float16").astype("float32")
+        return _packed(x).view("float16").astype("float32")
     import torch
 
-    return packed(x).view(torch.float16).float()
+    return _packed(x).view(torch.float16).float()
 
 
 def brain_floats(x: Array) -> Array:
     """Return the fp32 values of bf16 numbers: uint8 [..., 2n] -> fp32 [..., n]."""
     if not _is_tensor(x):
-        return (packed(x).view("uint16").astype("uint32") << 16).view("float32")
+        return (_packed(x).view("uint16").astype("uint32") << 16).view("float32")
     import torch
 
-    return packed(x).view(torch.bfloat16).float()
+    return _packed(x).view(torch.bfloat16).float()
 
 
 def words(x: Array, nbytes: int) -> Array:
     """Return little-endian unsigned integers of 2 or 4 bytes: uint8 [..., n * nbytes] -> [..., n]."""
     if not _is_tensor(x):
-        return packed(x).view(f"<u{nbytes}")
+        return _packed(x).view(f"<u{nbytes}")
     import torch
 
     mask = (1 << 8 * nbytes) - 1
-    return packed(x).view({2: torch.int16, 4: torch.int32}[nbytes]).long() & mask
+    return _packed(x).view({2: torch.int16, 4: torch.int32}[nbytes]).long() & mask
 
 
 def reinterpreted(x: Array, name: str) -> Array:
     """Return the bytes of rows as another dtype: uint8 [..., n] -> [..., n / itemsize]. name: such as "float32"."""
     if not _is_tensor(x):
-        return packed(x).view(name)
+        return _packed(x).view(name)
     import torch
 
-    return packed(x).view(getattr(torch, name))
+    return _packed(x).view(getattr(torch, name))
+
+
+def units(x: Array, size: int) -> Array:
+    """Return a view of bytes in units of 1, 2, 4 or 8: uint8 [..., n] -> [..., n / size, parts of a unit].
+
+    NumPy copies units as integers, at any address; of a tensor, the parts are bytes.
+    """
+    return x.reshape(*x.shape[:-1], -1, size) if _is_tensor(x) else x.view(f"i{size}")[..., None]
+
+
+def moved(x: Array, dim: int, to: int) -> Array:
+    """Return a view with one dimension elsewhere."""
+    if _is_tensor(x):
+        return x.movedim(dim, to)
+    import numpy as np
+
+    return np.moveaxis(x, dim, to)
 
 
 def empty(x: Array) -> Array:
@@ -66,18 +83,6 @@ def empty(x: Array) -> Array:
     import numpy as np
 
     return np.empty_like(x, order="C")
-
-
-def items(x: Array, unit: int) -> Array:
-    """Return a view of fields, uint8 [..., bytes], as the largest items that are copied at once.
-
-    NumPy copies a field as one item, PyTorch as integers of `unit` bytes.
-    """
-    if not _is_tensor(x):
-        return x.view(f"V{x.shape[-1]}")
-    import torch
-
-    return x.view(getattr(torch, f"int{8 * unit}"))
 
 
 def stack(parts: Sequence[Array], dim: int) -> Array:
@@ -138,7 +143,7 @@ def _is_tensor(x: Array) -> bool:
     return hasattr(x, "is_cuda")
 
 
-def packed(x: Array) -> Array:
+def _packed(x: Array) -> Array:
     """Return a contiguous, aligned array, copied if needed: views with wider dtypes require that."""
     if _is_tensor(x):
         return x.contiguous() if x.storage_offset() % 16 == 0 else x.clone()

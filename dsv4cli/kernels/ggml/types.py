@@ -9,12 +9,14 @@ from itertools import pairwise
 from math import gcd
 
 from dsv4cli.kernels.ggml import blocks
-from dsv4cli.kernels.ggml.arrays import Array, empty, items, packed
+from dsv4cli.kernels.ggml.arrays import Array, empty, moved, units
 
 # exponent bits of an fp16 number, in its second byte: all ones in NaN and infinity
 HALF_EXPONENT = 0x7C
 # ggml decodes this scale of MXFP4 as 2 ** 127, the format's definition says NaN
 E8M0_NAN = 255
+# most rows in a tile, and most bytes in a unit of one; see `to_tiles`
+TILE_ROWS, UNIT_BYTES = 8, 8
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class BlockType:
         decoder: uint8 [..., blocks, nbytes] -> fp32 [..., blocks, values]; None if dsv4 cannot decode the type.
         halves: offsets of the block's fp16 scales.
         e8m0: whether the first byte of a block is an e8m0 scale.
-        fields: offsets of the block's fields that kernels read, the first at 0; see `by_field`.
+        fields: offsets of the block's fields that kernels read, the first at 0; see `to_tiles`.
     """
 
     number: int
@@ -44,9 +46,9 @@ class BlockType:
         return (*self.fields, self.nbytes)
 
     @property
-    def unit(self) -> int:
-        """Bytes of the widest integers, of up to eight bytes, that the fields consist of."""
-        return gcd(8, *self.ends)
+    def units(self) -> tuple[int, ...]:
+        """The bytes of a unit of each field; see `to_tiles`."""
+        return tuple(gcd(UNIT_BYTES, end - start) for start, end in pairwise(self.ends))
 
     @property
     def has_scales(self) -> bool:
@@ -104,42 +106,46 @@ def row_bytes(name: str, columns: int) -> int:
     return columns // kind.values * kind.nbytes
 
 
-def by_field(name: str, rows: Array, out: Array | None = None) -> Array:
-    """Return rows of blocks, uint8 [..., bytes], with each field of all blocks of a row together (structure of arrays).
+def tile_height(name: str, rows: int) -> int:
+    """Return how many rows a tile has in a matrix with this many rows; see `to_tiles`. 1 for types without blocks."""
+    return gcd(TILE_ROWS, rows) if TYPES[name].values > 1 else 1
 
-    The fields keep their order. A field's bytes are then aligned as its size allows, so that kernels load 8 bytes at
-    once: blocks themselves are aligned to 2 bytes or to 1.
+
+def to_tiles(name: str, rows: Array, height: int, out: Array | None = None) -> Array:
+    """Return rows of blocks, uint8 [..., N, bytes], in tiles of `height` rows; N is a multiple of it.
+
+    A tile holds its fields one after the other, each of all its blocks. A field is divided into units of up to 8 bytes:
+    first those of the first block, and of a unit first that of the first row. So what kernels load of several rows is
+    adjacent, and aligned as its size allows; blocks themselves are aligned to 2 bytes or to 1.
 
     Args:
-        out: memory for the result, of the same shape, with consecutive bytes in each row.
+        out: contiguous memory for the result, of the same shape.
     """
-    kind, arranged = TYPES[name], empty(rows) if out is None else out
-    for part, places in zip(_in_blocks(kind, packed(rows)), _by_field(kind, arranged), strict=True):
-        places[...] = part
-    return arranged
+    tiles = empty(rows) if out is None else out
+    for of_rows, of_tiles in _fields(TYPES[name], rows, tiles, height):
+        of_tiles[...] = of_rows
+    return tiles
 
 
-def by_block(name: str, rows: Array) -> Array:
-    """Return the rows whose `by_field` these are."""
-    kind, blocks = TYPES[name], empty(rows)
-    for part, places in zip(_by_field(kind, packed(rows)), _in_blocks(kind, blocks), strict=True):
-        places[...] = part
-    return blocks
+def from_tiles(name: str, tiles: Array, height: int) -> Array:
+    """Return the rows whose `to_tiles` these are."""
+    rows = empty(tiles)
+    for of_rows, of_tiles in _fields(TYPES[name], rows, tiles, height):
+        of_rows[...] = of_tiles
+    return rows
 
 
-def _in_blocks(kind: BlockType, rows: Array) -> Iterator[Array]:
-    """Yield each field of rows of blocks as items: uint8 [..., bytes] -> [..., blocks, items of the field]."""
-    blocks = rows.reshape(*rows.shape[:-1], -1, kind.nbytes)
-    for start, end in pairwise(kind.ends):
-        yield items(blocks[..., start:end], kind.unit)
-
-
-def _by_field(kind: BlockType, rows: Array) -> Iterator[Array]:
-    """Yield the same of rows by field."""
-    number = rows.shape[-1] // kind.nbytes
-    for start, end in pairwise(kind.ends):
-        field = rows[..., start * number : end * number]
-        yield items(field.reshape(*field.shape[:-1], number, end - start), kind.unit)
+def _fields(kind: BlockType, rows: Array, tiles: Array, height: int) -> Iterator[tuple[Array, Array]]:
+    """Yield each field in rows and in tiles: [..., tiles, blocks, units, height, parts of a unit]."""
+    *outer, count, nbytes = rows.shape
+    number = nbytes // kind.nbytes
+    blocks = rows.reshape(*outer, count // height, height, number, kind.nbytes)
+    places = tiles.reshape(*outer, count // height, height * nbytes)
+    for (start, end), size in zip(pairwise(kind.ends), kind.units, strict=True):
+        of_rows = units(blocks[..., start:end], size)
+        of_tiles = units(places[..., height * number * start : height * number * end], size)
+        shape = (*outer, count // height, number, (end - start) // size, height, of_tiles.shape[-1])
+        yield moved(of_rows, -4, -2), of_tiles.reshape(shape)
 
 
 def decode(name: str, rows: Array) -> Array:

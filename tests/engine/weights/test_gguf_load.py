@@ -15,7 +15,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import NO_DRAFTS
-from dsv4cli.engine.weights import placement
+from dsv4cli.engine.weights import placement, read
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
@@ -24,7 +24,7 @@ from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.engine.weights.reserve import Workload, reserves, step_formats
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, by_block
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, tile_height
 from dsv4cli.kernels.stored_matrix import CPU_CHUNK
 from tests.engine.inspection.test_fit import ready
 from tests.support.gguf_models import DS4, LLAMA, MIXES, write_nano
@@ -132,6 +132,26 @@ def test_a_missing_matrix_is_named(tmp_path):
         loaded_specs(identity.config, types)
 
 
+def test_pieces_end_where_tiles_end(tmp_path, monkeypatch):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    table = loaded_table(identity)
+
+    def filled() -> dict[str, torch.Tensor]:
+        model = Transformer(identity.config, Numerics.reference(), SINGLE)
+        fill(model, table, stored_gguf(identity, table.values(), SINGLE), device="cpu", world=SINGLE)
+        return dict(model.named_parameters())
+
+    whole = filled()
+    # a piece of 11 rows of the embedding, whose tiles have 8
+    monkeypatch.setattr(read, "PIECE", 11 * whole["embed.weight"].nbytes // len(whole["embed.weight"]))
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in filled().items())
+
+
+def in_rows(kind: str, tiles: torch.Tensor) -> torch.Tensor:
+    return from_tiles(kind, tiles, tile_height(kind, tiles.shape[-2]))
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
     path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "Q4_0"} | DS4)
@@ -151,8 +171,8 @@ def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
             assert all(torch.equal(part[name], whole[name]) for part in parts), name
             continue
         dim, kind = spec.shard + (spec.expert is not None), BLOCK_DTYPES.get(spec.dtype)
-        rows = [part[name] if kind is None else by_block(kind, part[name]) for part in parts]
-        expected = whole[name] if kind is None else by_block(kind, whole[name])
+        rows = [part[name] if kind is None else in_rows(kind, part[name]) for part in parts]
+        expected = whole[name] if kind is None else in_rows(kind, whole[name])
         assert torch.equal(torch.cat(rows, dim), expected), name
 
 

@@ -100,8 +100,8 @@ def _up(x: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, routing: torch
     shape = _shape(x, tiles.size, w1.kind, w3.kind)
     _up_kernel[(cdiv(count, shape.rows), tiles.number)](
         x, (w1.rows, w3.rows), (w1.table, w3.table), tiles.row, tiles.order, tiles.start, tiles.sizes, routing, inner,
-        x.stride(0), limit, count, x.shape[1], routing.shape[1], w1.kind, w3.kind, *shape, num_warps=shape.warps,
-        **overlap(x),
+        x.stride(0), limit, count, x.shape[1], routing.shape[1], w1.kind, w3.kind, w1.height, w3.height, *shape,
+        num_warps=shape.warps, **overlap(x),
     )  # fmt: skip
     return inner
 
@@ -111,7 +111,7 @@ def _down(inner: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, outputs:
     shape = _shape(inner, tiles.size, w2.kind)
     _down_kernel[(cdiv(count, shape.rows), tiles.number)](
         inner, (w2.rows,), (w2.table,), tiles.row, tiles.order, tiles.start, tiles.sizes, outputs, count,
-        inner.shape[1], w2.kind, *shape, num_warps=shape.warps, **overlap(inner),
+        inner.shape[1], w2.kind, w2.height, *shape, num_warps=shape.warps, **overlap(inner),
     )  # fmt: skip
 
 
@@ -168,6 +168,8 @@ def _up_kernel(
     PER_TOKEN: tl.constexpr,
     W1: tl.constexpr,  # types
     W3: tl.constexpr,
+    HEIGHT1: tl.constexpr,  # rows of a tile of blocks
+    HEIGHT3: tl.constexpr,
     ROWS: tl.constexpr,  # of Shape, as those below
     PAIRS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -185,12 +187,14 @@ def _up_kernel(
         if IS_FEW:
             token = _pair(order, start + tl.minimum(operand_tokens(PAIRS, WARPS), size - 1)) // PER_TOKEN
             own = begin + tl.minimum(first + operand_rows(WARPS), N - 1)
-            gate, up = few_products(x, token.to(tl.int64) * x_row, weights, tables, own, K, (W1, W3), WARPS, EACH)
+            gate, up = few_products(
+                x, token.to(tl.int64) * x_row, weights, tables, own, K, (W1, W3), (HEIGHT1, HEIGHT3), WARPS, EACH
+            )
         else:
             place = (_pair(order, position) // PER_TOKEN).to(tl.int64) * x_row
             own = begin + tl.minimum(row, N - 1)
-            gate = many_products(x, place, weights[0], tables[0], own, K, W1, EACH)
-            up = many_products(x, place, weights[1], tables[1], own, K, W3, EACH)
+            gate = many_products(x, place, weights[0], tables[0], own, K, W1, HEIGHT1, EACH)
+            up = many_products(x, place, weights[1], tables[1], own, K, W3, HEIGHT3, EACH)
         factor = tl.load(routing + _pair(order, position))[None]
         dtype: tl.constexpr = inner.dtype.element_ty
         values = gated_values(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), limit) * factor
@@ -211,6 +215,7 @@ def _down_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     W2: tl.constexpr,  # the type
+    HEIGHT: tl.constexpr,  # rows of a tile of blocks
     ROWS: tl.constexpr,
     PAIRS: tl.constexpr,
     WARPS: tl.constexpr,
@@ -227,9 +232,9 @@ def _down_kernel(
         if IS_FEW:
             place = (start + tl.minimum(operand_tokens(PAIRS, WARPS), size - 1)).to(tl.int64) * K
             own = begin + tl.minimum(first + operand_rows(WARPS), N - 1)
-            (sums,) = few_products(inner, place, weights, tables, own, K, (W2,), WARPS, EACH)
+            (sums,) = few_products(inner, place, weights, tables, own, K, (W2,), (HEIGHT,), WARPS, EACH)
         else:
             own = begin + tl.minimum(row, N - 1)
-            sums = many_products(inner, position.to(tl.int64) * K, weights[0], tables[0], own, K, W2, EACH)
+            sums = many_products(inner, position.to(tl.int64) * K, weights[0], tables[0], own, K, W2, HEIGHT, EACH)
         to = outputs + _pair(order, position).to(tl.int64)[None] * N + row[:, None]
         tl.store(to, sums.to(outputs.dtype.element_ty), (column < size)[None] & (row < N)[:, None])

@@ -5,10 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from dsv4cli.kernels.ggml.kernel.fields import blocks, row_bytes, stored_words
+from dsv4cli.kernels.ggml.kernel.fields import blocks, stored_words, tile_rows
 from dsv4cli.kernels.ggml.kernel.fp16 import power
 from dsv4cli.kernels.ggml.kernel.fp16_pairs import half_pairs
 from dsv4cli.kernels.ggml.kernel.row_words import by_row, row_layout, row_words, step_words
+from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.gluon_barriers import await_freed, tell
 
 # pairs of a tile, columns of a step, rows that a group of four warps multiplies, and rows of a unit
@@ -38,56 +39,75 @@ def unit_of(unit, tiles, N: gl.constexpr, BOTH: gl.constexpr):
 
 
 @constexpr_function
-def _octets(kind, columns):
+def _octets(kind, height):
     """Return the layout of octets: a row per thread, or four threads per row."""
-    return row_layout(4) if by_row(kind, blocks(kind, columns)) else OCTETS
+    return row_layout(4) if by_row(kind, height) else OCTETS
+
+
+@constexpr_function
+def _block(kind, number):
+    """Return which block of 256 columns has group `number` of 32 columns."""
+    return number * 32 // TYPES[kind].values
+
+
+@constexpr_function
+def _group(kind, number):
+    """Return the number in its block of group `number` of 256 columns."""
+    return number % (TYPES[kind].values // 32)
 
 
 @gluon.jit
 def _lines(
-    first, second, shifts, expert, row, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr
+    first, second, shifts, expert, row, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr,
+    HEIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Return pointers to the rows of a unit's lines, [LINES], and the factors of their values, [LINES, 1].
+    """Return the rows of a unit's lines, [LINES] as of `tile_rows`, and the factors of their values, [LINES, 1].
 
     A line's bits: half of the unit, two of the warp, matrix (or the lowest of the row), three of the row.
     """
-    bytes_of: gl.constexpr = row_bytes(KIND, K)
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, _octets(KIND, K)))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, _octets(KIND, HEIGHT)))
     low, odd, warp = line & 7, line >> 3 & 1, line >> 4
     begin = expert.to(gl.int64) * N + row
     if BOTH:
         own = begin + (warp * 8 + low)
-        rows = gl.where(odd > 0, second + own * bytes_of, first + own * bytes_of)
+        tile, place = tile_rows(first, own, K, KIND, HEIGHT)
+        rows = gl.where(odd > 0, tile_rows(second, own, K, KIND, HEIGHT)[0], tile), place
         shift = gl.load(gl.where(odd > 0, shifts[1] + own, shifts[0] + own))
     else:
         own = begin + (warp * 16 + low * 2 + odd)
-        rows = first + own * bytes_of
+        rows = tile_rows(first, own, K, KIND, HEIGHT)
         shift = gl.load(shifts[0] + own)
     return rows, gl.expand_dims(power(shift), 1)
 
 
 @gluon.jit
-def _stored(rows, b, octet, K: gl.constexpr, KIND: gl.constexpr, NUMBER: gl.constexpr):
+def _stored(
+    rows, b, lane, K: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr, NUMBER: gl.constexpr
+):  # fmt: skip
     """Load what is stored of step NUMBER of 256 columns b."""
     count: gl.constexpr = blocks(KIND, K)
-    if by_row(KIND, count):
+    if by_row(KIND, HEIGHT):
         words = row_words(rows, b, NUMBER, KIND, count)
     else:
-        pointers, first = gl.expand_dims(rows, 1), b * 32 + NUMBER * 8 + octet
-        words = stored_words(pointers, first, KIND, count), stored_words(pointers, first + 4, KIND, count)
+        own, first = (gl.expand_dims(rows[0], 1), gl.expand_dims(rows[1], 1)), b * blocks(KIND, 256)
+        left, right = first + _block(KIND, NUMBER * 2), first + _block(KIND, NUMBER * 2 + 1)
+        words = (
+            stored_words(own, left, _group(KIND, NUMBER * 2), lane, KIND, count, HEIGHT),
+            stored_words(own, right, _group(KIND, NUMBER * 2 + 1), lane, KIND, count, HEIGHT),
+        )
     return words
 
 
 @gluon.jit
-def _decoded(words, octet, table, factor, K: gl.constexpr, KIND: gl.constexpr, NUMBER: gl.constexpr):
+def _decoded(words, lane, table, factor, KIND: gl.constexpr, HEIGHT: gl.constexpr, NUMBER: gl.constexpr):
     """Decode step NUMBER of 256 columns: pairs of fp16, int32 [LINES, STEP / 2]."""
-    if by_row(KIND, blocks(KIND, K)):
+    if by_row(KIND, HEIGHT):
         left, right = step_words(words, NUMBER, 0, KIND), step_words(words, NUMBER, 1, KIND)
     else:
         left, right = words
-    a, b, c, d = half_pairs(left, NUMBER * 8 + octet, table, factor, KIND)
+    a, b, c, d = half_pairs(left, _group(KIND, NUMBER * 2), lane, table, factor, KIND)
     near = gl.join(gl.join(a, c), gl.join(b, d))
-    a, b, c, d = half_pairs(right, NUMBER * 8 + 4 + octet, table, factor, KIND)
+    a, b, c, d = half_pairs(right, _group(KIND, NUMBER * 2 + 1), lane, table, factor, KIND)
     both = gl.join(near, gl.join(gl.join(a, c), gl.join(b, d)))  # [line, octet, word / 2, word % 2, group]
     return gl.reshape(gl.permute(both, (0, 4, 1, 2, 3)), [LINES, STEP // 2])
 
@@ -95,29 +115,31 @@ def _decoded(words, octet, table, factor, K: gl.constexpr, KIND: gl.constexpr, N
 @gluon.jit
 def decode(
     first, second, shifts, table, steps, tiles, total,
-    N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr,
+    PART: gl.constexpr,
 ):  # fmt: skip
     """Decode weights of one in DECODERS of units' steps into shared memory."""
     _inputs, weights, filled, freed = steps
-    octet = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, _octets(KIND, K))), 0)
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, _octets(KIND, HEIGHT))), 0)
     pairs = weights._reinterpret(gl.int32, [SLOTS, LINES, STEP // 2], PAIRED)
     number = PART
     for unit in range(gl.program_id(0), total, gl.num_programs(0)):
         _count, _start, expert, row = unit_of(unit, tiles, N, BOTH)
-        rows, factor = _lines(first, second, shifts, expert, row, N, K, BOTH, KIND)
-        words = _stored(rows, 0, octet, K, KIND, PART)
-        following = _stored(rows, 0, octet, K, KIND, PART + DECODERS)
+        rows, factor = _lines(first, second, shifts, expert, row, N, K, BOTH, KIND, HEIGHT)
+        words = _stored(rows, 0, lane, K, KIND, HEIGHT, PART)
+        following = _stored(rows, 0, lane, K, KIND, HEIGHT, PART + DECODERS)
         for b in range(K // 256):
             # after the last columns, they are loaded again, and not used
             later = gl.minimum(b + 1, K // 256 - 1)
             for step in gl.static_range(PART, PASS, DECODERS):
-                found = _decoded(words, octet, table, factor, K, KIND, step)
+                found = _decoded(words, lane, table, factor, KIND, HEIGHT, step)
                 await_freed(freed, number)
                 pairs.index(number % SLOTS).store(found)
                 fence_async_shared()
                 tell(filled, number)
                 # the fence waits for loads, so these begin after it
-                words, following, number = following, _stored(rows, later, octet, K, KIND, step), number + DECODERS
+                words, following = following, _stored(rows, later, lane, K, KIND, HEIGHT, step)
+                number += DECODERS
 
 
 @gluon.jit

@@ -67,7 +67,7 @@ def products(
     _products[programs,](
         *described, x_shifts, groups.order, groups.row, groups.start, groups.rows, groups.count, routing,
         first.rows, shifts[0], second.rows, shifts[1], first.table, out, limit, rows, x.shape[1], both, first.kind,
-        num_warps=4,
+        first.height,        num_warps=4,
     )  # fmt: skip
 
 
@@ -260,6 +260,7 @@ def _products(
     K: gl.constexpr,
     BOTH: gl.constexpr,
     KIND: gl.constexpr,
+    HEIGHT: gl.constexpr,
 ):
     inputs = gl.allocate_shared_memory(gl.float16, [SLOTS, PAIRS, STEP], HALVES)
     weights = gl.allocate_shared_memory(gl.float16, [SLOTS, LINES, STEP], HALVES)
@@ -279,8 +280,8 @@ def _products(
             (_multiply, (
                 x, out, limit, x_shifts, order, routing, shifts, kept, steps, tiles, total, N, K, BOTH, 1,
             )),
-            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, 0)),
-            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, 1)),
+            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, HEIGHT, 0)),
+            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, HEIGHT, 1)),
         ],
         [4, 4, 4],
         [MULTIPLYING, DECODING, DECODING],

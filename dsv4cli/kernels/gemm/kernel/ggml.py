@@ -52,11 +52,11 @@ def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequenc
     ]
     if not tokens:
         return ys
-    alike = defaultdict[tuple[str, torch.dtype], list[tuple[KernelBlocks, torch.Tensor]]](list)
+    alike = defaultdict[tuple[str, int, torch.dtype], list[tuple[KernelBlocks, torch.Tensor]]](list)
     for matrix, y in zip(matrices, ys, strict=True):
         blocks = blocks_of(matrix)
-        alike[blocks.kind, y.dtype].append((blocks, y))
-    for (kind, _), pairs in alike.items():
+        alike[blocks.kind, blocks.height, y.dtype].append((blocks, y))
+    for (kind, _, _), pairs in alike.items():
         if suits_few(x, kind) and tokens <= FEW:
             _multiply_few(x, kind, pairs)
         elif ggml_fp16.takes(x):
@@ -87,7 +87,8 @@ def _multiply_few(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks
     warps, each = splits(width, groups * starts[-1])
     _few[(starts[-1], groups)](
         x, tuple(blocks.rows for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
-        x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, 8 if tokens <= 8 else 16, warps, each,
+        x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, pairs[0][0].height, 8 if tokens <= 8 else 16,
+        warps, each,
         num_warps=warps, **overlap(x),
     )  # fmt: skip
 
@@ -96,8 +97,8 @@ def _multiply_many(x: torch.Tensor, blocks: KernelBlocks, y: torch.Tensor) -> No
     tokens, groups, width = x.shape
     rows, together = y.shape[-1], 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     _many[(cdiv(tokens, together), cdiv(rows, TILE_ROWS), groups)](
-        x, blocks.rows, blocks.table, y, tokens, x.stride(0), x.stride(1), rows, width, blocks.kind, TILE_ROWS,
-        together, math.gcd(width // 8, TILE_OCTETS), num_warps=TILE_WARPS,
+        x, blocks.rows, blocks.table, y, tokens, x.stride(0), x.stride(1), rows, width, blocks.kind, blocks.height,
+        TILE_ROWS, together, math.gcd(width // 8, TILE_OCTETS), num_warps=TILE_WARPS,
     )  # fmt: skip
 
 
@@ -114,6 +115,7 @@ def _few(
     NS: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     TOKENS: tl.constexpr,
     WARPS: tl.constexpr,
     EACH: tl.constexpr,
@@ -128,7 +130,7 @@ def _few(
     offset = tl.minimum(operand_tokens(TOKENS, WARPS), tokens - 1).to(tl.int64) * x_row + group * x_group
     own = group * n + tl.minimum(first + operand_rows(WARPS), n - 1)
     wait_for_inputs(OVERLAP)
-    (sums,) = few_products(x, offset, (weight,), (table,), own, K, (KIND,), WARPS, EACH)
+    (sums,) = few_products(x, offset, (weight,), (table,), own, K, (KIND,), (HEIGHT,), WARPS, EACH)
     row, token = first + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)[None]
     place = y + (token.to(tl.int64) * tl.num_programs(1) + group) * n + row
     tl.store(place, sums.to(y.dtype.element_ty), (row < n) & (token < tokens))
@@ -146,6 +148,7 @@ def _many(
     N: tl.constexpr,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     TOGETHER: tl.constexpr,
     OCTETS: tl.constexpr,
@@ -153,6 +156,6 @@ def _many(
     token, group = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER), tl.program_id(2)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     place = tl.minimum(token, tokens - 1).to(tl.int64) * x_row + group * x_group
-    total = many_products(x, place, weight, table, group * N + tl.minimum(row, N - 1), K, KIND, OCTETS)
+    total = many_products(x, place, weight, table, group * N + tl.minimum(row, N - 1), K, KIND, HEIGHT, OCTETS)
     to = y + (token.to(tl.int64)[:, None] * tl.num_programs(2) + group) * N + row[None]
     tl.store(to, tl.trans(total).to(y.dtype.element_ty), (token < tokens)[:, None] & (row < N)[None])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, row_bytes, u16
+from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, field_of, tile_rows, u16
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, has_codes, has_offset, octet_values
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
@@ -35,7 +35,8 @@ def row_shifts(matrix: KernelBlocks, width: int) -> torch.Tensor:
     shifts = torch.empty(matrix.rows.shape[:-1], dtype=torch.int32, device=matrix.rows.device)
     count, steps = shifts.numel(), blocks(matrix.kind, width) if has_codes(matrix.kind) else width // 8
     _row_shifts[(cdiv(count, _SHIFT_ROWS),)](
-        matrix.rows, shifts, count, width, matrix.kind, _SHIFT_ROWS, min(_SHIFT_BLOCKS, next_power_of_2(int(steps))),
+        matrix.rows, shifts, count, width, matrix.kind, matrix.height, _SHIFT_ROWS,
+        min(_SHIFT_BLOCKS, next_power_of_2(int(steps))),
     )  # fmt: skip
     return shifts
 
@@ -86,7 +87,7 @@ def decoded_halves(matrix: KernelBlocks, shifts: torch.Tensor, y: torch.Tensor, 
     octets = math.gcd(width // 8, _OCTETS)
     _decoded_halves[(cdiv(groups * count, _ROWS), width // 8 // octets)](
         matrix.rows, matrix.table, shifts, y, groups * count, count, len(matrix.rows) // groups, first, width,
-        matrix.kind, parts == 2, _ROWS, octets, num_warps=4,
+        matrix.kind, matrix.height, parts == 2, _ROWS, octets, num_warps=4,
     )  # fmt: skip
 
 
@@ -112,21 +113,9 @@ def _bound(kind, part):
 
 
 @constexpr_function
-def _scale_place(kind, blocks):
-    """Return where the scales of a row's blocks begin, and their distance."""
-    offset = TYPES[kind].halves[0] if TYPES[kind].halves else 0
-    field = TYPES[kind].fields.index(offset)
-    return offset * blocks, TYPES[kind].ends[field + 1] - offset
-
-
-@constexpr_function
-def _scale_begin(kind, blocks):
-    return _scale_place(kind, blocks)[0]
-
-
-@constexpr_function
-def _scale_step(kind, blocks):
-    return _scale_place(kind, blocks)[1]
+def _scale_field(kind):
+    """Return which field begins with a block's scale; that of an offset follows in the same unit."""
+    return TYPES[kind].fields.index(TYPES[kind].halves[0] if TYPES[kind].halves else 0)
 
 
 @triton.jit
@@ -142,21 +131,20 @@ def _shift(largest):
 
 
 @triton.jit
-def _block_bounds(rows, b, KIND: tl.constexpr, BLOCKS: tl.constexpr):
+def _block_bounds(rows, b, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr):
     """Return a bound of the magnitudes of blocks b [1, B] of rows [R, 1]: fp32 [R, B]."""
-    ALIGN: tl.constexpr = alignment(KIND, BLOCKS)
-    BEGIN: tl.constexpr = _scale_begin(KIND, BLOCKS)
-    STEP: tl.constexpr = _scale_step(KIND, BLOCKS)
-    at = BEGIN + b * STEP
+    ALIGN: tl.constexpr = alignment(KIND, BLOCKS, HEIGHT)
+    FIELD: tl.constexpr = _scale_field(KIND)
+    scale = field_of(rows, b, FIELD, KIND, BLOCKS, HEIGHT)
     if KIND == "MXFP4":
         # half of e8m0, of which the smallest two have other bits
-        code = tl.maximum(tl.load(rows + at).to(tl.int32), 2)
+        code = tl.maximum(tl.load(scale).to(tl.int32), 2)
         bound = ((code - 1) << 23).to(tl.float32, bitcast=True)
     else:
-        bound = tl.abs(_half(u16(rows, at, ALIGN)))
+        bound = tl.abs(_half(u16(scale, ALIGN)))
     bound *= _bound(KIND, 0)
     if has_offset(KIND):
-        bound += tl.abs(_half(u16(rows, at + 2, ALIGN))) * _bound(KIND, 1)
+        bound += tl.abs(_half(u16(scale + 2, ALIGN))) * _bound(KIND, 1)
     return bound
 
 
@@ -167,22 +155,22 @@ def _row_shifts(
     count,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     EACH: tl.constexpr,  # blocks at a time; octets of types without codes
 ):
     BLOCKS: tl.constexpr = blocks(KIND, K)
-    BYTES: tl.constexpr = row_bytes(KIND, K)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    rows = (weight + tl.minimum(row, count - 1).to(tl.int64) * BYTES)[:, None]
+    rows = tile_rows(weight, tl.minimum(row, count - 1)[:, None], K, KIND, HEIGHT)
     largest = tl.zeros([ROWS], tl.float32)
     STEPS: tl.constexpr = BLOCKS if has_codes(KIND) else K // 8
     for start in range(0, STEPS, EACH):
         # missing ones repeat the last
         each = tl.minimum(start + tl.arange(0, EACH), STEPS - 1)[None]
         if has_codes(KIND):
-            bound = tl.max(_block_bounds(rows, each, KIND, BLOCKS), 1)
+            bound = tl.max(_block_bounds(rows, each, KIND, BLOCKS, HEIGHT), 1)
         else:
-            values = tl.abs(octet_values(rows, each, None, KIND, BLOCKS))
+            values = tl.abs(octet_values(rows, each, None, KIND, BLOCKS, HEIGHT))
             bound = tl.max(tl.max(tl.where(values < float("inf"), values, 0.0), 2), 1)
         largest = tl.maximum(largest, bound)
     tl.store(shifts + row, _shift(largest), row < count)
@@ -228,16 +216,16 @@ def _decoded_halves(
     first,
     K: tl.constexpr,
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,
     TWICE: tl.constexpr,
     ROWS: tl.constexpr,
     OCTETS: tl.constexpr,
 ):
-    BYTES: tl.constexpr = row_bytes(KIND, K)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     octet = tl.program_id(1) * OCTETS + tl.arange(0, OCTETS)[None]
     own = tl.minimum(row, count - 1)
-    rows = (weight + (own // each * n + first + own % each).to(tl.int64) * BYTES)[:, None]
-    values = octet_values(rows, octet, table, KIND, blocks(KIND, K))
+    rows = tile_rows(weight, (own // each * n + first + own % each)[:, None], K, KIND, HEIGHT)
+    values = octet_values(rows, octet, table, KIND, blocks(KIND, K), HEIGHT)
     factor = power(tl.load(shifts + own))
     values = tl.reshape(values * factor[:, None, None], (ROWS, OCTETS * 8))
     halves = values.to(tl.float16)

@@ -5,8 +5,9 @@ A scale is the sum of two fp16 numbers, so that a value, their product with an e
 
 import triton
 import triton.language as tl
+from triton import constexpr_function
 
-from dsv4cli.kernels.ggml.kernel.octets import decoded, has_offset
+from dsv4cli.kernels.ggml.kernel.octets import BIASES, bias, decoded, has_offset
 
 # with an integer below 1,024 in the lowest bits: 1,024 plus that integer in fp16; twice
 _MAGIC = tl.constexpr(0x64006400)
@@ -14,17 +15,24 @@ _MAGIC = tl.constexpr(0x64006400)
 _CODES, _SIGNS = tl.constexpr(0x00FF00FF), tl.constexpr(-0x7FFF8000)
 
 
+@constexpr_function
+def minus_magic(kind):
+    """Return -1,024 minus the bias of a type's codes in fp16, twice."""
+    half = 0xE400 + BIASES[kind]
+    return (half << 16 | half) - (1 << 32)
+
+
 @triton.jit
-def half_pairs(words, o, table, factor, KIND: tl.constexpr):
+def half_pairs(words, group, lane, table, factor, KIND: tl.constexpr):
     """Return the values of octets times a factor in fp16: four words of two.
 
     A value is rounded once, to within 2 ** -11; with an offset twice, to within 2 ** -10.
 
     Args:
-        words, o, table: as for `octets.decoded`, which also has the order of columns.
-        factor: fp32, a power of two, of the shape of o or broadcast to it.
+        words, group, lane, table: as for `octets.decoded`, which also has the order of columns.
+        factor: fp32, a power of two, of the shape of the words or broadcast to it.
     """
-    codes, scale, offset, offset_scale = decoded(words, o, table, KIND)
+    codes, scale, offset, offset_scale = decoded(words, group, lane, table, KIND)
     high, low = _halves(scale * factor)
     high_offset, low_offset = high, low
     if has_offset(KIND):
@@ -40,11 +48,14 @@ def half_pairs(words, o, table, factor, KIND: tl.constexpr):
 @triton.jit
 def _pair(word, high, low, high_offset, low_offset, KIND: tl.constexpr):
     """Return the values of both codes of a word."""
-    code = _without_magic(word & _CODES | _MAGIC)
+    # the constant as a tensor of the same shape
+    code = _sum(word & _CODES | _MAGIC, word & 0 | minus_magic(KIND))
     if has_offset(KIND):
         values = _sum(_fma(code, high, high_offset), _fma(code, low, low_offset))
     else:
-        values = _fma(code, high, _product(code, low)) ^ (word & _SIGNS)
+        values = _fma(code, high, _product(code, low))
+        if not bias(KIND):
+            values = values ^ (word & _SIGNS)
     return values
 
 
@@ -59,14 +70,6 @@ def _halves(value):
 def _twice(value):
     return tl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $1;", "=r,f", [value], dtype=tl.int32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
-def _without_magic(words):
-    return tl.inline_asm_elementwise(
-        "{.reg .b32 m; mov.b32 m, 0xE400E400; add.rn.f16x2 $0, $1, m;}", "=r,r", [words], dtype=tl.int32, is_pure=True,
-        pack=1,
     )  # fmt: skip
 
 

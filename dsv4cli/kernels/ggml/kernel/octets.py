@@ -1,8 +1,8 @@
 """Decoding GGUF blocks in a Triton kernel, eight columns at a time.
 
-`decoded` returns the codes of an octet as small integers that tensor cores multiply exactly: value = scale * code -
-offset_scale * offset. Two codes share a word, each in half of it: the magnitude in the lower byte, the sign in the
-highest bit.
+`decoded` returns the codes of an octet as small integers that tensor cores multiply exactly: value = scale * (code -
+bias of the type) - offset_scale * offset. Two codes share a word, each in half of it: the magnitude in the lower byte,
+the sign in the highest bit. Types with a bias have no signs.
 """
 
 from functools import cache
@@ -15,7 +15,16 @@ from triton import constexpr_function
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.ggml import tables
-from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, field_size, stored_words, u16, u32
+from dsv4cli.kernels.ggml.kernel.fields import (
+    alignment,
+    blocks,
+    field_size,
+    octets_per_block,
+    stored_words,
+    u16,
+    u32,
+)
+from dsv4cli.kernels.ggml.types import DECODED, tile_height
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the sum with a small integer is that integer in the lowest bits of an fp32 number
@@ -30,6 +39,8 @@ _SIGNS, _MAGNITUDES = tl.constexpr(-0x7FFF8000), tl.constexpr(0x00FF00FF)
 _TABLES = {"IQ4_NL": "nl", "IQ4_XS": "nl", "MXFP4": "e2m1"}
 # types whose eighth sign makes the number of minus signs even
 EVEN = ("IQ2_XXS", "IQ2_XS", "IQ3_XXS")
+# what a code is larger than the number that its scale multiplies
+BIASES = {**dict.fromkeys(DECODED, 0), "Q8_0": 128, "Q4_0": 8, "Q5_0": 16, "Q3_K": 128, "Q6_K": 32}
 # number of words of each codebook's entries; the signs follow them in the table
 _WORDS = {name: tables.table(name).size // 4 for name in tables.GRIDS}
 # matrices that are no blocks, such as a few in a file of blocks
@@ -40,15 +51,17 @@ class KernelBlocks(NamedTuple):
     """A matrix, or a stack of several, as the kernels take it.
 
     Attributes:
-        rows: uint8 [..., N, bytes], blocks by field.
+        rows: uint8 [..., N, bytes], in tiles.
         table: int32, as of `_codebook`, or int16, the values of each pair of 4-bit codes as two bytes; None for most
             types.
         kind: the type.
+        height: rows of a tile.
     """
 
     rows: torch.Tensor
     table: torch.Tensor | None
     kind: str
+    height: int
 
 
 def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> KernelBlocks:
@@ -59,9 +72,10 @@ def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> Kerne
     weight, kind = matrix.weight, matrix.block_type or _PLAIN.get(matrix.weight.dtype)
     if kind is None or matrix.scale is not None:
         raise KernelUnsupported(f"the Triton kernels do not multiply {weight.dtype} beside GGUF blocks")
-    if not weight.is_contiguous() or weight.data_ptr() % alignment(kind, blocks(kind, columns(matrix))):
+    height = tile_height(kind, weight.shape[-2]) if matrix.block_type else 1
+    if not weight.is_contiguous() or weight.data_ptr() % alignment(kind, blocks(kind, columns(matrix)), height):
         raise KernelUnsupported("the Triton kernels require contiguous, aligned GGUF blocks")
-    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind)
+    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind, height)
 
 
 def columns(matrix: StoredMatrix) -> int:
@@ -104,6 +118,19 @@ def has_offset(kind):
 
 
 @constexpr_function
+def bias(kind):
+    """Return the bias of a type's codes; 0 for those with signs."""
+    return BIASES[kind]
+
+
+@constexpr_function
+def minus_bias(kind):
+    """Return a word of two codes, each minus the bias."""
+    half = BIASES[kind] | 0x8000
+    return (half << 16 | half) - (1 << 32)
+
+
+@constexpr_function
 def has_halves(kind):
     """Return whether 16 columns share a scale, not 32 or more."""
     return kind in ("Q6_K", "IQ2_XS", "IQ2_S")
@@ -121,21 +148,15 @@ def _codebook_words(kind):
 
 
 @triton.jit
-def _numbers(codes):
-    """Return integers of 0 to 2 ** 23 - 1 as fp32: two fast instructions instead of a slow conversion."""
-    return (codes | _MAGIC).to(tl.float32, bitcast=True) - _MAGIC_VALUE
+def _numbers(codes, MINUS: tl.constexpr = 0):
+    """Return integers of 0 to 2 ** 23 - 1, minus a constant, as fp32: two fast instructions instead of a slow one."""
+    return (codes | _MAGIC).to(tl.float32, bitcast=True) - (_MAGIC_VALUE + MINUS)
 
 
 @triton.jit
 def _half(bits):
     """Return fp16 numbers, in the lower 16 bits of int32, as fp32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _lowered(word, BY: tl.constexpr):
-    """Return four codes, in the bytes of a word, minus BY as int8. Codes and BY are at most 64."""
-    return (word + (128 - BY) * _LOWEST) ^ _HIGHEST
 
 
 @triton.jit
@@ -160,36 +181,34 @@ def _looked_up(table, codes):
 
 
 @triton.jit
-def decoded(words, o, table, KIND: tl.constexpr):
+def decoded(words, group, lane, table, KIND: tl.constexpr):
     """Return the codes of octets as four words, their scale, an offset and its scale.
 
     The words hold columns (0, 2), (1, 3), (4, 6) and (5, 7). Where the type has none, offset and scale are 0.
 
     Args:
-        words: as `stored_words` returns them.
-        o: int32, the octets' numbers in their rows.
+        words: as `stored_words` returns them for this group and lane.
         table: as of `KernelBlocks`.
     """
     offset, offset_scale = 0, 0.0
     if KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
-        codes, scale, offset, offset_scale = _with_offset(words, o, KIND)
+        codes, scale, offset, offset_scale = _with_offset(words, group, KIND)
     elif KIND == "Q3_K" or KIND == "Q6_K":
-        codes, scale = _of_k_words(words, o, KIND)
+        codes, scale = _of_k_words(words, group, KIND)
     elif KIND == "Q8_0" or KIND == "Q4_0" or KIND == "Q5_0" or KIND == "IQ4_NL" or KIND == "MXFP4":
-        codes, scale = _of_small_words(words, o, table, KIND)
+        codes, scale = _of_small_words(words, lane, table, KIND)
     elif KIND == "IQ4_XS":
-        place = o // 4 % 8
-        steps = (words[2] >> place % 2 * 4) & 15 | ((words[1] >> place % 4 * 2) & 3) << 4
-        shift, scale = o // 2 % 2 * 4, _half(words[0]) * (_numbers(steps) - 32.0)
+        steps = (words[2] >> group % 2 * 4) & 15 | ((words[1] >> group % 4 * 2) & 3) << 4
+        shift, scale = lane // 2 * 4, _half(words[0]) * _numbers(steps, 32)
         low, high = words[3] >> shift & 0x0F0F0F0F, words[4] >> shift & 0x0F0F0F0F
         codes = _signed(_looked_up(table, low), _looked_up(table, high))
     else:
-        codes, scale = _from_codebook(words, o, table, KIND)
+        codes, scale = _from_codebook(words, group, lane, table, KIND)
     return codes, scale, offset, offset_scale
 
 
 @triton.jit
-def _of_small_words(words, o, table, KIND: tl.constexpr):
+def _of_small_words(words, lane, table, KIND: tl.constexpr):
     """Return codes and scales of the types with blocks of 32 columns."""
     low, high = words[1], words[2]
     if KIND == "MXFP4":
@@ -198,30 +217,32 @@ def _of_small_words(words, o, table, KIND: tl.constexpr):
         scale = bits.to(tl.float32, bitcast=True)
     else:
         scale = _half(words[0])
-    if KIND != "Q8_0":
-        shift = o // 2 % 2 * 4
+    if KIND == "Q8_0":
+        low, high = low ^ _HIGHEST, high ^ _HIGHEST
+    else:
+        shift = lane // 2 * 4
         low, high = low >> shift & 0x0F0F0F0F, high >> shift & 0x0F0F0F0F
-        if KIND == "Q4_0":
-            low, high = _lowered(low, 8), _lowered(high, 8)
-        elif KIND == "Q5_0":
-            low = _lowered(low | ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4, 16)
-            high = _lowered(high | ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4, 16)
-        else:
-            low, high = _looked_up(table, low), _looked_up(table, high)
-    return _signed(low, high), scale
+        if KIND == "Q5_0":
+            low |= ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4
+            high |= ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4
+    if KIND == "IQ4_NL" or KIND == "MXFP4":
+        codes = _signed(_looked_up(table, low), _looked_up(table, high))
+    else:
+        codes = _paired(low, high)
+    return codes, scale
 
 
 @triton.jit
-def _with_offset(words, o, KIND: tl.constexpr):
+def _with_offset(words, group, KIND: tl.constexpr):
     """Return what `decoded` returns, of the types with offsets."""
     if KIND == "Q2_K":
         # codes of up to 45: the lower scale multiplies the four codes of a word
-        step, shift = words[0] & 15, o // 4 % 4 * 2
+        step, shift = words[0] & 15, group % 4 * 2
         low, high = (words[1] >> shift & 0x03030303) * step, (words[2] >> shift & 0x03030303) * step
         scale, offset, offset_scale = _half(words[3]), words[0] >> 4, _half(words[4])
     else:
         # twelve bytes pack six bits of the lower scale and of the offset of each of eight groups
-        group, step, offset, rest = o // 4 % 8, words[2], words[3], words[4]
+        step, offset, rest = words[2], words[3], words[4]
         step = tl.where(group < 4, step & 63, rest & 15 | step >> 2 & 48)
         offset = tl.where(group < 4, offset & 63, rest >> 4 | offset >> 2 & 48)
         scale, offset_scale = _half(words[0]) * _numbers(step), _half(words[1])
@@ -233,49 +254,44 @@ def _with_offset(words, o, KIND: tl.constexpr):
 
 
 @triton.jit
-def _of_k_words(words, o, KIND: tl.constexpr):
+def _of_k_words(words, group, KIND: tl.constexpr):
     """Return codes and scales of Q3_K and Q6_K."""
-    group, field = o // 4 % 8, o // 4 % 4 * 2
+    field = group % 4 * 2
     if KIND == "Q3_K":
-        steps = (words[4] >> group // 4 * 4) & 15 | ((words[5] >> group // 2 * 2) & 3) << 4
-        low = _lowered(words[2] >> field & 0x03030303 | (words[0] >> group & _LOWEST) << 2, 4)
-        high = _lowered(words[3] >> field & 0x03030303 | (words[1] >> group & _LOWEST) << 2, 4)
-        # codes of up to 128, as Q2_K's
-        size, flips, scale = tl.abs(steps - 32), tl.where(steps < 32, _SIGNS, 0), _half(words[6])
-        a, b, c, d = _signed(low, high)
-        codes = (a & _MAGNITUDES) * size | (a ^ flips) & _SIGNS, (b & _MAGNITUDES) * size | (b ^ flips) & _SIGNS
-        upper = (c & _MAGNITUDES) * size | (c ^ flips) & _SIGNS, (d & _MAGNITUDES) * size | (d ^ flips) & _SIGNS
-        codes = codes + upper
+        # the lower scale times a code, -128 to 124, plus 128: in four bytes at once, without carries between them
+        step = ((words[4] >> group // 4 * 4) & 15 | ((words[5] >> group // 2 * 2) & 3) << 4) - 32
+        low = words[2] >> field & 0x03030303 | (words[0] >> group & _LOWEST) << 2
+        high = words[3] >> field & 0x03030303 | (words[1] >> group & _LOWEST) << 2
+        zero = (128 + 4 * step) * _LOWEST
+        low, high, scale = zero - low * step, zero - high * step, -_half(words[6])
     else:
-        scale, shift = _half(words[5]) * (_numbers(words[4] ^ 0x80) - 128.0), o // 8 % 2 * 4
+        scale, shift = _half(words[5]) * _numbers(words[4] ^ 0x80, 128), group // 2 % 2 * 4
         low = words[0] >> shift & 0x0F0F0F0F | (words[2] >> field & 0x03030303) << 4
         high = words[1] >> shift & 0x0F0F0F0F | (words[3] >> field & 0x03030303) << 4
-        codes = _signed(_lowered(low, 32), _lowered(high, 32))
-    return codes, scale
+    return _paired(low, high), scale
 
 
 @triton.jit
-def _from_codebook(words, o, table, KIND: tl.constexpr):
+def _from_codebook(words, group, lane, table, KIND: tl.constexpr):
     """Return codes and scales of the types with a codebook."""
-    place = o % 4
     if KIND == "IQ3_XXS" or KIND == "IQ3_S":
         first, second = words[1] & 255, words[1] >> 8
         if KIND == "IQ3_XXS":
-            signs, steps = words[2] >> place * 7 & 127, (_numbers(words[2] >> 28 & 15) + 0.5) * 0.5
+            signs, steps = words[2] >> lane * 7 & 127, (_numbers(words[2] >> 28 & 15) + 0.5) * 0.5
         else:
-            ninth, signs = words[2] >> place * 2, words[3]
+            ninth, signs = words[2] >> lane * 2, words[3]
             first, second = first | (ninth & 1) << 8, second | (ninth & 2) << 7
-            steps = _numbers((words[4] >> o // 4 % 2 * 4) & 15) * 2.0 + 1.0
+            steps = _numbers((words[4] >> group % 2 * 4) & 15) * 2.0 + 1.0
         low, high = tl.load(table + first), tl.load(table + second)
     else:
         if KIND == "IQ2_XXS":
-            index, signs = words[1] >> place * 8 & 255, words[2] >> place * 7 & 127
+            index, signs = words[1] >> lane * 8 & 255, words[2] >> lane * 7 & 127
             steps = (_numbers(words[2] >> 28 & 15) + 0.5) * 0.25
         else:
             index, signs, packed = words[1] & 511, words[1] >> 9, words[2]
             if KIND == "IQ2_S":
-                index, signs, packed = words[1] | (words[3] >> place * 2 & 3) << 8, words[2], words[4]
-            steps = (_numbers(packed >> o // 2 % 2 * 4 & 15) + 0.5) * 0.25
+                index, signs, packed = words[1] | (words[3] >> lane * 2 & 3) << 8, words[2], words[4]
+            steps = (_numbers(packed >> lane // 2 * 4 & 15) + 0.5) * 0.25
         # an entry is loaded at once, and not as four words of codes: these loads limit the kernels
         both = tl.load((table + index * 2).to(tl.pointer_type(tl.int64), bitcast=True))
         low, high = both.to(tl.int32), (both >> 32).to(tl.int32)
@@ -298,11 +314,11 @@ def _eight(codes):
 def _number(row, at, i: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
     """Return number i of F16, BF16 or F32 as fp32."""
     if KIND == "F16":
-        found = _half(u16(row, at + 2 * i, ALIGN))
+        found = _half(u16(row + at + 2 * i, ALIGN))
     elif KIND == "BF16":
-        found = (u16(row, at + 2 * i, ALIGN) << 16).to(tl.float32, bitcast=True)
+        found = (u16(row + at + 2 * i, ALIGN) << 16).to(tl.float32, bitcast=True)
     else:
-        found = u32(row, at + 4 * i, ALIGN).to(tl.float32, bitcast=True)
+        found = u32(row + at + 4 * i, ALIGN).to(tl.float32, bitcast=True)
     return found
 
 
@@ -314,21 +330,28 @@ def _fours(row, at, i: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def octet_values(row, octet, table, KIND: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the values of octets, fp32 [R, O, 8], of rows and octets as `stored_words` takes them."""
+def octet_values(rows, octet, table, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr):
+    """Return the values of octets, fp32 [R, O, 8].
+
+    rows: [R, 1], as of `tile_rows`. octet: int32 [1, O], the octets' numbers in the rows.
+    """
     if not has_codes(KIND):
-        ALIGN: tl.constexpr = alignment(KIND, BLOCKS)
+        tl.static_assert(HEIGHT == 1)
+        row, _ = rows
+        ALIGN: tl.constexpr = alignment(KIND, BLOCKS, HEIGHT)
         at = octet * (8 * field_size(KIND, 0))
         each = tl.join(_fours(row, at, 0, KIND, ALIGN), _fours(row, at, 1, KIND, ALIGN))
         values = tl.reshape(each, (row.shape[0], octet.shape[1], 8))
     else:
-        words = stored_words(row, octet, KIND, BLOCKS)
-        codes, scale, offset, offset_scale = decoded(words, octet, table, KIND)
+        GROUPS: tl.constexpr = octets_per_block(KIND) // 4
+        b, group, lane = octet // 4 // GROUPS, octet // 4 % GROUPS, octet % 4
+        words = stored_words(rows, b, group, lane, KIND, BLOCKS, HEIGHT)
+        codes, scale, offset, offset_scale = decoded(words, group, lane, table, KIND)
         halves = _eight(codes)
-        values = _numbers(halves & 0xFF) * scale[:, :, None]
+        values = _numbers(halves & 0xFF, bias(KIND)) * scale[:, :, None]
         if has_offset(KIND):
             values -= (_numbers(offset) * offset_scale)[:, :, None]
-        else:
+        elif not bias(KIND):
             flips = (halves & 0x8000) << 16
             values = (values.to(tl.int32, bitcast=True) ^ flips).to(tl.float32, bitcast=True)
     return values

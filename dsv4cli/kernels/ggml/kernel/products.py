@@ -9,8 +9,8 @@ many tokens, values are split into two bf16 numbers, which together have 16 to 1
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.ggml.kernel.fields import blocks, row_bytes, stored_words
-from dsv4cli.kernels.ggml.kernel.octets import decoded, has_halves, has_offset, octet_values
+from dsv4cli.kernels.ggml.kernel.fields import blocks, octets_per_block, stored_words, tile_rows
+from dsv4cli.kernels.ggml.kernel.octets import bias, decoded, has_halves, has_offset, minus_bias, octet_values
 
 # columns whose sums have one scale, and rows of the operand
 GROUP, ROWS = 32, 16
@@ -19,15 +19,8 @@ _INPUT_FACTOR, _SUM_FACTOR = tl.constexpr(2.0**64), tl.constexpr(2.0**69)
 
 
 @triton.jit
-def _rows(weight, row, K: tl.constexpr, KIND: tl.constexpr):
-    """Return pointers to rows of a matrix with K columns."""
-    BYTES: tl.constexpr = row_bytes(KIND, K)
-    return weight + row.to(tl.int64) * BYTES
-
-
-@triton.jit
 def _operand(a, b, c, d, WARPS: tl.constexpr):
-    """Return the pairs of bf16 of eight columns, [64 * WARPS], as a left operand [WARPS, 16, 32].
+    """Return the codes of eight columns, [64 * WARPS], as a left operand [WARPS, 16, 32].
 
     Of 16 columns of the operand, a thread has four.
     """
@@ -61,19 +54,34 @@ def _scaled(products, scale, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _product(words, table, octet, right, KIND: tl.constexpr, WARPS: tl.constexpr):
-    """Return the products of 32 columns per warp with a right operand [WARPS, 32, N]: fp32 [WARPS, 16, N]."""
-    thread = tl.arange(0, 64 * WARPS) % 4
-    codes, scale, offset, offset_scale = decoded(words, octet, table, KIND)
+def _of_codes(codes, mine, right, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """Return the products of codes without their bias; `mine` selects the bits of them that count."""
     a, b, c, d = codes
+    if bias(KIND):
+        # exact, too: one sum of the tensor core begins with the other
+        minus = mine & minus_bias(KIND)
+        start = tl.dot(_operand(minus, minus, minus, minus, WARPS), right)
+    else:
+        start = tl.zeros((WARPS, 16, right.shape[2]), tl.float32)
+    return tl.dot(_operand(a & mine, b & mine, c & mine, d & mine, WARPS), right, start)
+
+
+@triton.jit
+def _product(words, table, group, right, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """Return the products of 32 columns per warp with a right operand [WARPS, 32, N]: fp32 [WARPS, 16, N].
+
+    group: which 32 columns of their block they are.
+    """
+    thread = tl.arange(0, 64 * WARPS) % 4
+    codes, scale, offset, offset_scale = decoded(words, group, thread, table, KIND)
     if has_halves(KIND):
         total = tl.zeros((WARPS, 16, right.shape[2]), tl.float32)
         for half in tl.static_range(2):
-            mine = tl.where(thread // 2 == half, -1, 0)
-            part = tl.dot(_operand(a & mine, b & mine, c & mine, d & mine, WARPS), right)
+            part = _of_codes(codes, tl.where(thread // 2 == half, -1, 0), right, KIND, WARPS)
             total += _scaled(part, _of_half(scale, thread, half), WARPS)
     else:
-        total = _scaled(tl.dot(_operand(a, b, c, d, WARPS), right), scale, WARPS)
+        part = _of_codes(codes, tl.full((64 * WARPS,), -1, tl.int32), right, KIND, WARPS)
+        total = _scaled(part, scale, WARPS)
         if has_offset(KIND):
             two = offset | offset << 16
             total -= _scaled(tl.dot(_operand(two, two, two, two, WARPS), right), offset_scale, WARPS)
@@ -109,13 +117,25 @@ def operand_tokens(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _words(weights, row, first, start, K: tl.constexpr, KINDS: tl.constexpr, EACH: tl.constexpr):
-    """Return what is stored of EACH groups of 32 columns from group `start` on, of each matrix."""
-    found = ()
+def _place(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
+    """Return the block of group `first` + i of a row, and the group's number in it: a constant if passes are blocks."""
+    PER_BLOCK: tl.constexpr = octets_per_block(KIND) // 4
+    if EACH % PER_BLOCK == 0:
+        place = first // PER_BLOCK + i // PER_BLOCK, i % PER_BLOCK
+    else:
+        place = (first + i) // PER_BLOCK, (first + i) % PER_BLOCK
+    return place
+
+
+@triton.jit
+def _words(weights, row, first, K: tl.constexpr, KINDS: tl.constexpr, HEIGHTS: tl.constexpr, EACH: tl.constexpr):
+    """Return what is stored of EACH groups of 32 columns from group `first` on, of each matrix."""
+    lane, found = tl.arange(0, row.shape[0]) % 4, ()
     for i in tl.static_range(EACH):
         for m in tl.static_range(len(weights)):
-            rows = _rows(weights[m], row, K, KINDS[m])
-            found += (stored_words(rows, first + (start + i) * 4, KINDS[m], blocks(KINDS[m], K)),)
+            b, group = _place(first, i, KINDS[m], EACH)
+            rows = tile_rows(weights[m], row, K, KINDS[m], HEIGHTS[m])
+            found += (stored_words(rows, b, group, lane, KINDS[m], blocks(KINDS[m], K), HEIGHTS[m]),)
     return found
 
 
@@ -125,9 +145,10 @@ def few_products(
     offset,  # int64, where each of `operand_tokens` begins in x
     weights,  # tuple of matrices [.., K]: first bytes, tables and, as constants, types
     tables,
-    row,  # int64, the row of all matrices for each of `operand_rows`
+    row,  # the row of all matrices for each of `operand_rows`
     K: tl.constexpr,  # a multiple of 32 * WARPS * EACH
     KINDS: tl.constexpr,
+    HEIGHTS: tl.constexpr,  # rows of a tile of each
     WARPS: tl.constexpr,
     EACH: tl.constexpr,
 ):
@@ -139,19 +160,21 @@ def few_products(
     GROUPS: tl.constexpr = K // 32 // WARPS
     # each warp has columns of its own
     number, given = tl.arange(0, 64 * WARPS), tl.arange(0, 4 * WARPS * N)[:, None]
-    first = number // 32 % WARPS * (4 * GROUPS) + number % 4
-    first_input = given // 32 % WARPS * (4 * GROUPS) + given % 4
+    first, first_input = number // 32 % WARPS * GROUPS, given // 32 % WARPS * (4 * GROUPS) + given % 4
     sums = ()
     for _ in tl.static_range(len(weights)):
         sums += (tl.zeros((WARPS, 16, N), tl.float32),)
     for start in tl.range(0, GROUPS, EACH, num_stages=1):
-        words = _words(weights, row, first, start, K, KINDS, EACH)
+        words = _words(weights, row, first + start, K, KINDS, HEIGHTS, EACH)
+        if N == 8:
+            # otherwise ptxas delays some of the loads until registers are free, so that a pass waits for memory thrice
+            tl.debug_barrier()
         for i in tl.static_range(EACH):
-            right, octet = _inputs(x, offset, first_input + (start + i) * 4, WARPS), first + (start + i) * 4
-            done = ()
+            right, done = _inputs(x, offset, first_input + (start + i) * 4, WARPS), ()
             for m in tl.static_range(len(weights)):
+                group = _place(first + start, i, KINDS[m], EACH)[1]
                 mine = words[i * len(weights) + m]
-                done += (sums[m] + _product(mine, tables[m], octet, right, KINDS[m], WARPS),)
+                done += (sums[m] + _product(mine, tables[m], group, right, KINDS[m], WARPS),)
             sums = done
     results = ()
     for m in tl.static_range(len(weights)):
@@ -168,6 +191,7 @@ def many_products(
     row,  # int [R]
     K: tl.constexpr,
     KIND: tl.constexpr,
+    HEIGHT: tl.constexpr,  # rows of a tile
     OCTETS: tl.constexpr,  # a divisor of K // 8
 ):
     """Return the products of rows of a matrix with tokens, fp32 [R, COLUMNS]."""
@@ -176,7 +200,8 @@ def many_products(
     for start in tl.range(0, K // 8, OCTETS):
         columns = tl.load(x + place[None] + (start * 8 + tl.arange(0, WIDTH)[:, None]))
         octet = start + tl.arange(0, OCTETS)[None]
-        found = octet_values(_rows(weight, row[:, None], K, KIND), octet, table, KIND, blocks(KIND, K))
+        rows = tile_rows(weight, row[:, None], K, KIND, HEIGHT)
+        found = octet_values(rows, octet, table, KIND, blocks(KIND, K), HEIGHT)
         values = tl.reshape(found, (row.shape[0], WIDTH))
         if columns.dtype == tl.bfloat16:
             high = values.to(tl.bfloat16)
