@@ -16,6 +16,7 @@ from dsv4cli.engine.runtime.state.ring_snapshots import RingSnapshots
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.engine.tracing.walk import Company, Walk
 from dsv4cli.kernels.attention import ref as attention
+from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.qk_norm_rope import ref as keys
 from dsv4cli.kernels.routing import ref as routing
 from tests.engine.model.test_mutations import MUTATIONS, ROUNDING_MUTATIONS, Mutation
@@ -60,7 +61,11 @@ class Mistake:
 
 
 def scale_of_ones(model: Transformer) -> None:
-    model.layers[1].attn.wo_b.scale.view(torch.uint8).fill_(127)
+    linear = model.layers[1].attn.wo_b
+    if linear.weight.dtype == torch.float32:  # loading has applied the scale, and nothing reads it any more
+        applied = linear.scale.float().repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+        linear.weight.div_(applied[: linear.weight.shape[0], : linear.weight.shape[1]])
+    linear.scale.view(torch.uint8).fill_(127)
 
 
 def fp32_in_bf16(model: Transformer) -> None:
