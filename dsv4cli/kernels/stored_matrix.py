@@ -43,10 +43,15 @@ class StoredMatrix(NamedTuple):
         """The number of columns K of a matrix without scales."""
         return self.weight.shape[-1]
 
+    @property
+    def height(self) -> int:
+        """The rows of a tile of GGUF blocks; 1 for all other formats."""
+        return 1
+
     def parts(self, size: int) -> Iterator["StoredMatrix"]:
-        """Yield the rows of a matrix without scales, as many at a time as have up to `size` values."""
+        """Yield the rows of a matrix without scales, as many whole tiles at a time as have up to `size` values."""
         assert self.scale is None, "the rows of a part may end inside a block of scales"
-        for weight in self.weight.split(max(size // self.columns, 1)):
+        for weight in self.weight.split(max(size // (self.columns * self.height), 1) * self.height):
             yield self._replaced(weight)
 
     def _replaced(self, weight: torch.Tensor) -> "StoredMatrix":
@@ -67,12 +72,17 @@ class BlockMatrix(StoredMatrix):
     """
 
     _block_type: str
+    _height: int
 
     @classmethod
-    def of(cls, weight: torch.Tensor, block_type: str) -> "BlockMatrix":
-        """Return the matrix of these rows, which are in tiles."""
+    def of(cls, weight: torch.Tensor, block_type: str, height: int | None = None) -> "BlockMatrix":
+        """Return the matrix of these rows, which are in tiles.
+
+        height: rows of a tile, for a part of another matrix; None for a whole matrix.
+        """
         found = cls(weight)
         found._block_type = block_type
+        found._height = tile_height(block_type, weight.shape[-2]) if height is None else height
         return found
 
     @property
@@ -89,15 +99,15 @@ class BlockMatrix(StoredMatrix):
     @property
     def height(self) -> int:
         """The rows of a tile."""
-        return tile_height(self._block_type, self.weight.shape[-2])
+        return self._height
 
     def row(self, number: int) -> "BlockMatrix":
         """Return the matrix in this row of a stack."""
         return self._replaced(self.weight[number])
 
     def _replaced(self, weight: torch.Tensor) -> "BlockMatrix":
-        """Return another matrix of this type."""
-        return BlockMatrix.of(weight, self._block_type)
+        """Return another matrix of this type, in tiles of as many rows."""
+        return BlockMatrix.of(weight, self._block_type, self._height)
 
     def values(self) -> torch.Tensor:
         """Return the fp32 values [..., N, K], decoded a few rows at a time."""

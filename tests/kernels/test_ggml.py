@@ -127,6 +127,10 @@ def test_rows_are_found_in_their_tiles(rows):
     assert matrix.height == {24: 8, 20: 4, 7: 1}[rows]
     assert torch.equal(matrix.values(), types.decode("Q4_K", stored))
     assert torch.equal(matrix.values_of(numbers), matrix.values()[numbers])
+    # of 8, 12 and 13 rows: tiles stay whole, and the last part has fewer
+    parts = [part.values() for part in matrix.parts(13 * 512)]
+    assert [len(part) for part in parts] == {24: [8, 8, 8], 20: [12, 8], 7: [7]}[rows]
+    assert torch.equal(torch.cat(parts), matrix.values())
 
 
 @pytest.mark.parametrize("name", ["IQ2_XXS", "Q4_K"])

@@ -24,7 +24,7 @@ from dsv4cli.kernels.ggml.kernel.fields import (
     u16,
     u32,
 )
-from dsv4cli.kernels.ggml.types import DECODED, tile_height
+from dsv4cli.kernels.ggml.types import DECODED
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # the sum with a small integer is that integer in the lowest bits of an fp32 number
@@ -72,10 +72,9 @@ def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> Kerne
     weight, kind = matrix.weight, matrix.block_type or _PLAIN.get(matrix.weight.dtype)
     if kind is None or matrix.scale is not None:
         raise KernelUnsupported(f"the Triton kernels do not multiply {weight.dtype} beside GGUF blocks")
-    height = tile_height(kind, weight.shape[-2]) if matrix.block_type else 1
-    if not weight.is_contiguous() or weight.data_ptr() % alignment(kind, blocks(kind, columns(matrix)), height):
+    if not weight.is_contiguous() or weight.data_ptr() % alignment(kind, blocks(kind, matrix.columns), matrix.height):
         raise KernelUnsupported("the Triton kernels require contiguous, aligned GGUF blocks")
-    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind, height)
+    return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind, matrix.height)
 
 
 def columns(matrix: StoredMatrix) -> int:
