@@ -40,7 +40,7 @@ PIECE = 16 * 1024 * 1024
 # a thread fills one buffer while the other is copied to the device
 BUFFERS_A_THREAD = 2
 # bytes read at once from rows that are then copied, to keep some of their columns or to arrange blocks in tiles: they
-# stay in a core's cache, and calls take little of the time (AMD EPYC, IQ2_XXS: 5.9 GB per second of CPU time, and 3.4
+# stay in a core's cache, and calls take little of the time (AMD EPYC, IQ2_XXS: 4.3 GB per second of CPU time, and 2.9
 # with 256 KiB)
 STRIP = 1024 * 1024
 Bytes = NDArray[np.uint8]
