@@ -188,7 +188,7 @@ def _up_kernel(
             token = _pair(order, start + tl.minimum(operand_tokens(PAIRS, WARPS), size - 1)) // PER_TOKEN
             own = begin + tl.minimum(first + operand_rows(WARPS), N - 1)
             gate, up = few_products(
-                x, token.to(tl.int64) * x_row, weights, tables, own, K, (W1, W3), (HEIGHT1, HEIGHT3), WARPS, EACH
+                x, token.to(tl.int64) * x_row, weights, tables, own, K, (W1, W3), (HEIGHT1, HEIGHT3), WARPS, EACH, False
             )
         else:
             place = (_pair(order, position) // PER_TOKEN).to(tl.int64) * x_row
@@ -232,7 +232,7 @@ def _down_kernel(
         if IS_FEW:
             place = (start + tl.minimum(operand_tokens(PAIRS, WARPS), size - 1)).to(tl.int64) * K
             own = begin + tl.minimum(first + operand_rows(WARPS), N - 1)
-            (sums,) = few_products(inner, place, weights, tables, own, K, (W2,), (HEIGHT,), WARPS, EACH)
+            (sums,) = few_products(inner, place, weights, tables, own, K, (W2,), (HEIGHT,), WARPS, EACH, False)
         else:
             own = begin + tl.minimum(row, N - 1)
             sums = many_products(inner, position.to(tl.int64) * K, weights[0], tables[0], own, K, W2, HEIGHT, EACH)

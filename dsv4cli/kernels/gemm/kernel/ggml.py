@@ -16,7 +16,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import one_of
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, columns, has_codes
 from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
 from dsv4cli.kernels.launch import cdiv, launched
-from dsv4cli.kernels.pdl import overlap, wait_for_inputs
+from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # most rows of x that are multiplied as few
@@ -31,7 +31,7 @@ TILE_ROWS, TILE_WARPS, TILE_OCTETS = 64, 4, 8
 def linears(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
     """Return ref.linear of x [T, K] and each matrix in its dtype of `dtypes`: that of x, or fp32.
 
-    Matrices of one type whose results have one dtype are multiplied in one launch.
+    Matrices of one type are multiplied in one launch.
     """
     return [y[:, 0] for y in _multiply(x[:, None], matrices, dtypes)]
 
@@ -52,11 +52,11 @@ def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequenc
     ]
     if not tokens:
         return ys
-    alike = defaultdict[tuple[str, int, torch.dtype], list[tuple[KernelBlocks, torch.Tensor]]](list)
+    alike = defaultdict[tuple[str, int], list[tuple[KernelBlocks, torch.Tensor]]](list)
     for matrix, y in zip(matrices, ys, strict=True):
         blocks = blocks_of(matrix)
-        alike[blocks.kind, blocks.height, y.dtype].append((blocks, y))
-    for (kind, _, _), pairs in alike.items():
+        alike[blocks.kind, blocks.height].append((blocks, y))
+    for (kind, _), pairs in alike.items():
         if suits_few(x, kind) and tokens <= FEW:
             _multiply_few(x, kind, pairs)
         elif ggml_fp16.takes(x):
@@ -88,8 +88,7 @@ def _multiply_few(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks
     _few[(starts[-1], groups)](
         x, tuple(blocks.rows for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
         x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, pairs[0][0].height, 8 if tokens <= 8 else 16,
-        warps, each,
-        num_warps=warps, **overlap(x),
+        warps, each, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
 
@@ -123,17 +122,17 @@ def _few(
 ):
     program, group = tl.program_id(0), tl.program_id(1)
     weight = one_of(weights, program, STARTS, 0, len(NS))
-    y = one_of(ys, program, STARTS, 0, len(NS))
     n = one_of(NS, program, STARTS, 0, len(NS))
     first = (program - one_of(STARTS, program, STARTS, 0, len(NS))) * 16
     # missing tokens and rows repeat the last one
     offset = tl.minimum(operand_tokens(TOKENS, WARPS), tokens - 1).to(tl.int64) * x_row + group * x_group
     own = group * n + tl.minimum(first + operand_rows(WARPS), n - 1)
-    wait_for_inputs(OVERLAP)
-    (sums,) = few_products(x, offset, (weight,), (table,), own, K, (KIND,), (HEIGHT,), WARPS, EACH)
+    (sums,) = few_products(x, offset, (weight,), (table,), own, K, (KIND,), (HEIGHT,), WARPS, EACH, OVERLAP)
     row, token = first + tl.arange(0, 16)[:, None], tl.arange(0, TOKENS)[None]
-    place = y + (token.to(tl.int64) * tl.num_programs(1) + group) * n + row
-    tl.store(place, sums.to(y.dtype.element_ty), (row < n) & (token < tokens))
+    place, inside = (token.to(tl.int64) * tl.num_programs(1) + group) * n + row, (row < n) & (token < tokens)
+    for i in tl.static_range(len(NS)):
+        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+            tl.store(ys[i] + place, sums.to(ys[i].dtype.element_ty), inside)
 
 
 @launched(do_not_specialize=["tokens"])

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.ggml.kernel.fields import blocks, octets_per_block, stored_words, tile_rows
 from dsv4cli.kernels.ggml.kernel.octets import bias, decoded, has_halves, has_offset, minus_bias, octet_values
+from dsv4cli.kernels.pdl import wait_for_inputs
 
 # columns whose sums have one scale, and rows of the operand
 GROUP, ROWS = 32, 16
@@ -128,15 +129,35 @@ def _place(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _words(weights, row, first, K: tl.constexpr, KINDS: tl.constexpr, HEIGHTS: tl.constexpr, EACH: tl.constexpr):
-    """Return what is stored of EACH groups of 32 columns from group `first` on, of each matrix."""
+def _loaded(
+    weights, row, first, K: tl.constexpr, KINDS: tl.constexpr, HEIGHTS: tl.constexpr, EACH: tl.constexpr,
+    N: tl.constexpr,
+):  # fmt: skip
+    """Return what is stored of EACH groups of 32 columns from group `first` on, of each matrix, for N tokens."""
     lane, found = tl.arange(0, row.shape[0]) % 4, ()
     for i in tl.static_range(EACH):
         for m in tl.static_range(len(weights)):
             b, group = _place(first, i, KINDS[m], EACH)
             rows = tile_rows(weights[m], row, K, KINDS[m], HEIGHTS[m])
             found += (stored_words(rows, b, group, lane, KINDS[m], blocks(KINDS[m], K), HEIGHTS[m]),)
+    if N == 8:
+        # otherwise ptxas delays some of the loads until registers are free, so that a pass waits for memory thrice
+        tl.debug_barrier()
     return found
+
+
+@triton.jit
+def _added(
+    sums, words, x, offset, octet, tables, first, KINDS: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr
+):  # fmt: skip
+    """Add the products of EACH groups of 32 columns to the sums. first: the first group; octet: of the inputs."""
+    for i in tl.static_range(EACH):
+        right, done = _inputs(x, offset, octet + i * 4, WARPS), ()
+        for m in tl.static_range(len(sums)):
+            group = _place(first, i, KINDS[m], EACH)[1]
+            done += (sums[m] + _product(words[i * len(sums) + m], tables[m], group, right, KINDS[m], WARPS),)
+        sums = done
+    return sums
 
 
 @triton.jit
@@ -151,6 +172,7 @@ def few_products(
     HEIGHTS: tl.constexpr,  # rows of a tile of each
     WARPS: tl.constexpr,
     EACH: tl.constexpr,
+    OVERLAP: tl.constexpr,  # whether to wait for the kernel that computes x, once the first weights are on their way
 ):
     """Return the products of 16 rows of each matrix with N tokens: a tuple of fp32 [16, N].
 
@@ -160,22 +182,16 @@ def few_products(
     GROUPS: tl.constexpr = K // 32 // WARPS
     # each warp has columns of its own
     number, given = tl.arange(0, 64 * WARPS), tl.arange(0, 4 * WARPS * N)[:, None]
-    first, first_input = number // 32 % WARPS * GROUPS, given // 32 % WARPS * (4 * GROUPS) + given % 4
+    first, octet = number // 32 % WARPS * GROUPS, given // 32 % WARPS * (4 * GROUPS) + given % 4
     sums = ()
     for _ in tl.static_range(len(weights)):
         sums += (tl.zeros((WARPS, 16, N), tl.float32),)
-    for start in tl.range(0, GROUPS, EACH, num_stages=1):
-        words = _words(weights, row, first + start, K, KINDS, HEIGHTS, EACH)
-        if N == 8:
-            # otherwise ptxas delays some of the loads until registers are free, so that a pass waits for memory thrice
-            tl.debug_barrier()
-        for i in tl.static_range(EACH):
-            right, done = _inputs(x, offset, first_input + (start + i) * 4, WARPS), ()
-            for m in tl.static_range(len(weights)):
-                group = _place(first + start, i, KINDS[m], EACH)[1]
-                mine = words[i * len(weights) + m]
-                done += (sums[m] + _product(mine, tables[m], group, right, KINDS[m], WARPS),)
-            sums = done
+    words = _loaded(weights, row, first, K, KINDS, HEIGHTS, EACH, N)
+    wait_for_inputs(OVERLAP)
+    sums = _added(sums, words, x, offset, octet, tables, first, KINDS, WARPS, EACH)
+    for start in tl.range(EACH, GROUPS, EACH, num_stages=1):
+        words = _loaded(weights, row, first + start, K, KINDS, HEIGHTS, EACH, N)
+        sums = _added(sums, words, x, offset, octet + start * 4, tables, first + start, KINDS, WARPS, EACH)
     results = ()
     for m in tl.static_range(len(weights)):
         results += (tl.sum(sums[m], 0) * _SUM_FACTOR,)
