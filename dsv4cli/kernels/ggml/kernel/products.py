@@ -129,7 +129,7 @@ def _place(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
-def _loaded(
+def _pass_words(
     weights, row, first, K: tl.constexpr, KINDS: tl.constexpr, HEIGHTS: tl.constexpr, EACH: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
@@ -186,11 +186,11 @@ def few_products(
     sums = ()
     for _ in tl.static_range(len(weights)):
         sums += (tl.zeros((WARPS, 16, N), tl.float32),)
-    words = _loaded(weights, row, first, K, KINDS, HEIGHTS, EACH, N)
+    words = _pass_words(weights, row, first, K, KINDS, HEIGHTS, EACH, N)
     wait_for_inputs(OVERLAP)
     sums = _added(sums, words, x, offset, octet, tables, first, KINDS, WARPS, EACH)
     for start in tl.range(EACH, GROUPS, EACH, num_stages=1):
-        words = _loaded(weights, row, first + start, K, KINDS, HEIGHTS, EACH, N)
+        words = _pass_words(weights, row, first + start, K, KINDS, HEIGHTS, EACH, N)
         sums = _added(sums, words, x, offset, octet + start * 4, tables, first + start, KINDS, WARPS, EACH)
     results = ()
     for m in tl.static_range(len(weights)):
