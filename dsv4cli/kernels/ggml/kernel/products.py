@@ -118,7 +118,7 @@ def operand_tokens(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _place(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
+def _block_and_group(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
     """Return the block of group `first` + i of a row, and the group's number in it: a constant if passes are blocks."""
     PER_BLOCK: tl.constexpr = octets_per_block(KIND) // 4
     if EACH % PER_BLOCK == 0:
@@ -137,7 +137,7 @@ def _pass_words(
     lane, found = tl.arange(0, row.shape[0]) % 4, ()
     for i in tl.static_range(EACH):
         for m in tl.static_range(len(weights)):
-            b, group = _place(first, i, KINDS[m], EACH)
+            b, group = _block_and_group(first, i, KINDS[m], EACH)
             rows = tile_rows(weights[m], row, K, KINDS[m], HEIGHTS[m])
             found += (stored_words(rows, b, group, lane, KINDS[m], blocks(KINDS[m], K), HEIGHTS[m]),)
     if N == 8:
@@ -154,7 +154,7 @@ def _added(
     for i in tl.static_range(EACH):
         right, done = _inputs(x, offset, octet + i * 4, WARPS), ()
         for m in tl.static_range(len(sums)):
-            group = _place(first, i, KINDS[m], EACH)[1]
+            group = _block_and_group(first, i, KINDS[m], EACH)[1]
             done += (sums[m] + _product(words[i * len(sums) + m], tables[m], group, right, KINDS[m], WARPS),)
         sums = done
     return sums
