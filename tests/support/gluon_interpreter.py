@@ -359,10 +359,7 @@ def _of_halves(text: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
     if name == "cvt":
         return torch.stack((given[0], given[0]), -1).half().view(torch.int32)[..., 0]
     a, *others = (one.contiguous().view(torch.float16).double() for one in given)
-    if "0xE400E400" in text:
-        found = a - 1024
-    else:
-        found = {"add": operator.add, "mul": operator.mul, "fma": lambda a, b, c: a * b + c}[name](a, *others)
+    found = {"add": operator.add, "mul": operator.mul, "fma": lambda a, b, c: a * b + c}[name](a, *others)
     return found.half().view(torch.int32)
 
 

@@ -58,9 +58,7 @@ def rounded_linear(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
 
 
 def linear_fp32(x: torch.Tensor, matrix: StoredMatrix) -> torch.Tensor:
-    """Return linear(fp32(x), matrix) without rounding to x's dtype: x [T, K], a matrix [N, K] without scales -> fp32
-    [T, N].
-    """
+    """Return linear(fp32(x), matrix), which is not rounded: x [T, K], a matrix [N, K] without scales -> fp32 [T, N]."""
     return choose(x, ref).linear_fp32(x, matrix)
 
 

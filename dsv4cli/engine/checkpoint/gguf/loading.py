@@ -100,7 +100,7 @@ def _bytes(info: TensorInfo) -> TensorInfo:
 
 
 def is_stored(spec: TensorSpec, stored: TensorInfo | None) -> bool:
-    """Return whether a tensor to load has rows with the bytes of the stored one, blocks in another order apart."""
+    """Return whether a matrix is loaded with the bytes that are stored, in any order, and not decoded."""
     # the rows of a half of a matrix are not contiguous in the file
     if stored is None or isinstance(stored, HalfInfo) or len(spec.shape) != 2:
         return False

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dsv4cli.kernels.ggml.kernel.fields import blocks, stored_words, tile_rows
 from dsv4cli.kernels.ggml.kernel.fp16 import power
 from dsv4cli.kernels.ggml.kernel.fp16_pairs import half_pairs
-from dsv4cli.kernels.ggml.kernel.row_words import by_row, row_layout, row_words, step_words
+from dsv4cli.kernels.ggml.kernel.row_words import TILE_ROWS, by_row, row_layout, row_words, step_words
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.gluon_barriers import await_freed, tell
 
@@ -39,9 +39,9 @@ def unit_of(unit, tiles, N: gl.constexpr, BOTH: gl.constexpr):
 
 
 @constexpr_function
-def _octets(kind, height):
+def _octets(kind):
     """Return the layout of octets: a row per thread, or four threads per row."""
-    return row_layout(4) if by_row(kind, height) else OCTETS
+    return row_layout(4) if by_row(kind) else OCTETS
 
 
 @constexpr_function
@@ -58,50 +58,47 @@ def _group(kind, number):
 
 @gluon.jit
 def _lines(
-    first, second, shifts, expert, row, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr,
-    HEIGHT: gl.constexpr,
+    first, second, shifts, expert, row, N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr
 ):  # fmt: skip
     """Return the rows of a unit's lines, [LINES] as of `tile_rows`, and the factors of their values, [LINES, 1].
 
     A line's bits: half of the unit, two of the warp, matrix (or the lowest of the row), three of the row.
     """
-    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, _octets(KIND, HEIGHT)))
+    line = gl.arange(0, LINES, layout=gl.SliceLayout(1, _octets(KIND)))
     low, odd, warp = line & 7, line >> 3 & 1, line >> 4
     begin = expert.to(gl.int64) * N + row
     if BOTH:
         own = begin + (warp * 8 + low)
-        tile, place = tile_rows(first, own, K, KIND, HEIGHT)
-        rows = gl.where(odd > 0, tile_rows(second, own, K, KIND, HEIGHT)[0], tile), place
+        tile, place = tile_rows(first, own, K, KIND, TILE_ROWS)
+        rows = gl.where(odd > 0, tile_rows(second, own, K, KIND, TILE_ROWS)[0], tile), place
         shift = gl.load(gl.where(odd > 0, shifts[1] + own, shifts[0] + own))
     else:
         own = begin + (warp * 16 + low * 2 + odd)
-        rows = tile_rows(first, own, K, KIND, HEIGHT)
+        rows = tile_rows(first, own, K, KIND, TILE_ROWS)
         shift = gl.load(shifts[0] + own)
     return rows, gl.expand_dims(power(shift), 1)
 
 
 @gluon.jit
-def _stored(
-    rows, b, lane, K: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr, NUMBER: gl.constexpr
-):  # fmt: skip
+def _stored(rows, b, lane, K: gl.constexpr, KIND: gl.constexpr, NUMBER: gl.constexpr):
     """Load what is stored of step NUMBER of 256 columns b."""
     count: gl.constexpr = blocks(KIND, K)
-    if by_row(KIND, HEIGHT):
+    if by_row(KIND):
         words = row_words(rows, b, NUMBER, KIND, count)
     else:
         own, first = (gl.expand_dims(rows[0], 1), gl.expand_dims(rows[1], 1)), b * blocks(KIND, 256)
         left, right = first + _block(KIND, NUMBER * 2), first + _block(KIND, NUMBER * 2 + 1)
         words = (
-            stored_words(own, left, _group(KIND, NUMBER * 2), lane, KIND, count, HEIGHT),
-            stored_words(own, right, _group(KIND, NUMBER * 2 + 1), lane, KIND, count, HEIGHT),
+            stored_words(own, left, _group(KIND, NUMBER * 2), lane, KIND, count, TILE_ROWS),
+            stored_words(own, right, _group(KIND, NUMBER * 2 + 1), lane, KIND, count, TILE_ROWS),
         )
     return words
 
 
 @gluon.jit
-def _decoded(words, lane, table, factor, KIND: gl.constexpr, HEIGHT: gl.constexpr, NUMBER: gl.constexpr):
+def _decoded(words, lane, table, factor, KIND: gl.constexpr, NUMBER: gl.constexpr):
     """Decode step NUMBER of 256 columns: pairs of fp16, int32 [LINES, STEP / 2]."""
-    if by_row(KIND, HEIGHT):
+    if by_row(KIND):
         left, right = step_words(words, NUMBER, 0, KIND), step_words(words, NUMBER, 1, KIND)
     else:
         left, right = words
@@ -115,30 +112,29 @@ def _decoded(words, lane, table, factor, KIND: gl.constexpr, HEIGHT: gl.constexp
 @gluon.jit
 def decode(
     first, second, shifts, table, steps, tiles, total,
-    N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr,
-    PART: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, BOTH: gl.constexpr, KIND: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Decode weights of one in DECODERS of units' steps into shared memory."""
     _inputs, weights, filled, freed = steps
-    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, _octets(KIND, HEIGHT))), 0)
+    lane = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(0, _octets(KIND))), 0)
     pairs = weights._reinterpret(gl.int32, [SLOTS, LINES, STEP // 2], PAIRED)
     number = PART
     for unit in range(gl.program_id(0), total, gl.num_programs(0)):
         _count, _start, expert, row = unit_of(unit, tiles, N, BOTH)
-        rows, factor = _lines(first, second, shifts, expert, row, N, K, BOTH, KIND, HEIGHT)
-        words = _stored(rows, 0, lane, K, KIND, HEIGHT, PART)
-        following = _stored(rows, 0, lane, K, KIND, HEIGHT, PART + DECODERS)
+        rows, factor = _lines(first, second, shifts, expert, row, N, K, BOTH, KIND)
+        words = _stored(rows, 0, lane, K, KIND, PART)
+        following = _stored(rows, 0, lane, K, KIND, PART + DECODERS)
         for b in range(K // 256):
             # after the last columns, they are loaded again, and not used
             later = gl.minimum(b + 1, K // 256 - 1)
             for step in gl.static_range(PART, PASS, DECODERS):
-                found = _decoded(words, lane, table, factor, KIND, HEIGHT, step)
+                found = _decoded(words, lane, table, factor, KIND, step)
                 await_freed(freed, number)
                 pairs.index(number % SLOTS).store(found)
                 fence_async_shared()
                 tell(filled, number)
                 # the fence waits for loads, so these begin after it
-                words, following = following, _stored(rows, later, lane, K, KIND, HEIGHT, step)
+                words, following = following, _stored(rows, later, lane, K, KIND, step)
                 number += DECODERS
 
 

@@ -29,6 +29,7 @@ from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups
 from dsv4cli.kernels.ggml.kernel.fp16 import unshifted
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks
+from dsv4cli.kernels.ggml.types import TILE_ROWS
 from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
 from dsv4cli.kernels.gluon_launch import gluon_described, gluon_launched
 
@@ -57,17 +58,18 @@ def products(
     Args:
         x: fp16 [P, K] in the order of positions, columns and shifts as of `input_halves` with `paired`.
         groups: tiles of up to PAIRS pairs.
-        first, second: matrices [E, N, K] of the same type; the same twice without routing.
+        first, second: matrices [E, N, K] of the same type, in tiles of eight rows; the same twice without routing.
         shifts: of both, int32 [E, N].
         out: bf16 [P, N], by position with routing, by pair without.
     """
+    assert first.height == TILE_ROWS == second.height
     (_, rows, _), tiles, both = first.rows.shape, len(groups.rows), routing is not None
     programs = min(tiles * (rows // (ROWS if both else LINES).value), multiprocessors(x.device))
     described = [gluon_described(x, (pairs, STEP.value)) for pairs in (64, 128, PAIRS.value)]
     _products[programs,](
         *described, x_shifts, groups.order, groups.row, groups.start, groups.rows, groups.count, routing,
         first.rows, shifts[0], second.rows, shifts[1], first.table, out, limit, rows, x.shape[1], both, first.kind,
-        first.height,        num_warps=4,
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -260,7 +262,6 @@ def _products(
     K: gl.constexpr,
     BOTH: gl.constexpr,
     KIND: gl.constexpr,
-    HEIGHT: gl.constexpr,
 ):
     inputs = gl.allocate_shared_memory(gl.float16, [SLOTS, PAIRS, STEP], HALVES)
     weights = gl.allocate_shared_memory(gl.float16, [SLOTS, LINES, STEP], HALVES)
@@ -280,8 +281,8 @@ def _products(
             (_multiply, (
                 x, out, limit, x_shifts, order, routing, shifts, kept, steps, tiles, total, N, K, BOTH, 1,
             )),
-            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, HEIGHT, 0)),
-            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, HEIGHT, 1)),
+            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, 0)),
+            (decode, (first, second, shifts, table, steps, tiles, total, N, K, BOTH, KIND, 1)),
         ],
         [4, 4, 4],
         [MULTIPLYING, DECODING, DECODING],

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton import constexpr_function
 
 from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, field_of, tile_rows, u16
-from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, has_codes, has_offset, octet_values
+from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, from_half, has_codes, has_offset, octet_values
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 
@@ -119,11 +119,6 @@ def _scale_field(kind):
 
 
 @triton.jit
-def _half(bits):
-    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
 def _shift(largest):
     """Return the shift of rows with these largest magnitudes."""
     exponent = (largest.to(tl.int32, bitcast=True) >> 23 & 255) - 127
@@ -141,10 +136,10 @@ def _block_bounds(rows, b, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.
         code = tl.maximum(tl.load(scale).to(tl.int32), 2)
         bound = ((code - 1) << 23).to(tl.float32, bitcast=True)
     else:
-        bound = tl.abs(_half(u16(scale, ALIGN)))
+        bound = tl.abs(from_half(u16(scale, ALIGN)))
     bound *= _bound(KIND, 0)
     if has_offset(KIND):
-        bound += tl.abs(_half(u16(scale + 2, ALIGN))) * _bound(KIND, 1)
+        bound += tl.abs(from_half(u16(scale + 2, ALIGN))) * _bound(KIND, 1)
     return bound
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from dsv4cli.kernels.ggml.kernel.octets import BIASES, bias, decoded, has_offset
+from dsv4cli.kernels.ggml.kernel.octets import BIASES, bias, decoded, has_offset, numbers
 
 # with an integer below 1,024 in the lowest bits: 1,024 plus that integer in fp16; twice
 _MAGIC = tl.constexpr(0x64006400)
@@ -36,8 +36,7 @@ def half_pairs(words, group, lane, table, factor, KIND: tl.constexpr):
     high, low = _halves(scale * factor)
     high_offset, low_offset = high, low
     if has_offset(KIND):
-        number = (offset | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
-        high_offset, low_offset = _halves(number * (-offset_scale * factor))
+        high_offset, low_offset = _halves(numbers(offset) * (-offset_scale * factor))
     a, b, c, d = codes
     return (
         _pair(a, high, low, high_offset, low_offset, KIND), _pair(b, high, low, high_offset, low_offset, KIND),

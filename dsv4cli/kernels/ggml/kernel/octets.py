@@ -147,13 +147,13 @@ def _codebook_words(kind):
 
 
 @triton.jit
-def _numbers(codes, MINUS: tl.constexpr = 0):
+def numbers(codes, MINUS: tl.constexpr = 0):
     """Return integers of 0 to 2 ** 23 - 1, minus a constant, as fp32: two fast instructions instead of a slow one."""
     return (codes | _MAGIC).to(tl.float32, bitcast=True) - (_MAGIC_VALUE + MINUS)
 
 
 @triton.jit
-def _half(bits):
+def from_half(bits):
     """Return fp16 numbers, in the lower 16 bits of int32, as fp32."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
@@ -198,7 +198,7 @@ def decoded(words, group, lane, table, KIND: tl.constexpr):
         codes, scale = _of_small_words(words, lane, table, KIND)
     elif KIND == "IQ4_XS":
         steps = (words[2] >> group % 2 * 4) & 15 | ((words[1] >> group % 4 * 2) & 3) << 4
-        shift, scale = lane // 2 * 4, _half(words[0]) * _numbers(steps, 32)
+        shift, scale = lane // 2 * 4, from_half(words[0]) * numbers(steps, 32)
         low, high = words[3] >> shift & 0x0F0F0F0F, words[4] >> shift & 0x0F0F0F0F
         codes = _signed(_looked_up(table, low), _looked_up(table, high))
     else:
@@ -215,7 +215,7 @@ def _of_small_words(words, lane, table, KIND: tl.constexpr):
         bits = tl.where(words[0] > 1, (words[0] - 1) << 23, 0x200000 << tl.minimum(words[0], 1))
         scale = bits.to(tl.float32, bitcast=True)
     else:
-        scale = _half(words[0])
+        scale = from_half(words[0])
     if KIND == "Q8_0":
         low, high = low ^ _HIGHEST, high ^ _HIGHEST
     else:
@@ -238,13 +238,13 @@ def _with_offset(words, group, KIND: tl.constexpr):
         # codes of up to 45: the lower scale multiplies the four codes of a word
         step, shift = words[0] & 15, group % 4 * 2
         low, high = (words[1] >> shift & 0x03030303) * step, (words[2] >> shift & 0x03030303) * step
-        scale, offset, offset_scale = _half(words[3]), words[0] >> 4, _half(words[4])
+        scale, offset, offset_scale = from_half(words[3]), words[0] >> 4, from_half(words[4])
     else:
         # twelve bytes pack six bits of the lower scale and of the offset of each of eight groups
         step, offset, rest = words[2], words[3], words[4]
         step = tl.where(group < 4, step & 63, rest & 15 | step >> 2 & 48)
         offset = tl.where(group < 4, offset & 63, rest >> 4 | offset >> 2 & 48)
-        scale, offset_scale = _half(words[0]) * _numbers(step), _half(words[1])
+        scale, offset_scale = from_half(words[0]) * numbers(step), from_half(words[1])
         shift = group % 2 * 4
         low, high = words[5] >> shift & 0x0F0F0F0F, words[6] >> shift & 0x0F0F0F0F
         if KIND == "Q5_K":
@@ -262,9 +262,9 @@ def _of_k_words(words, group, KIND: tl.constexpr):
         low = words[2] >> field & 0x03030303 | (words[0] >> group & _LOWEST) << 2
         high = words[3] >> field & 0x03030303 | (words[1] >> group & _LOWEST) << 2
         zero = (128 + 4 * step) * _LOWEST
-        low, high, scale = zero - low * step, zero - high * step, -_half(words[6])
+        low, high, scale = zero - low * step, zero - high * step, -from_half(words[6])
     else:
-        scale, shift = _half(words[5]) * _numbers(words[4] ^ 0x80, 128), group // 2 % 2 * 4
+        scale, shift = from_half(words[5]) * numbers(words[4] ^ 0x80, 128), group // 2 % 2 * 4
         low = words[0] >> shift & 0x0F0F0F0F | (words[2] >> field & 0x03030303) << 4
         high = words[1] >> shift & 0x0F0F0F0F | (words[3] >> field & 0x03030303) << 4
     return _paired(low, high), scale
@@ -276,21 +276,21 @@ def _from_codebook(words, group, lane, table, KIND: tl.constexpr):
     if KIND == "IQ3_XXS" or KIND == "IQ3_S":
         first, second = words[1] & 255, words[1] >> 8
         if KIND == "IQ3_XXS":
-            signs, steps = words[2] >> lane * 7 & 127, (_numbers(words[2] >> 28 & 15) + 0.5) * 0.5
+            signs, steps = words[2] >> lane * 7 & 127, (numbers(words[2] >> 28 & 15) + 0.5) * 0.5
         else:
             ninth, signs = words[2] >> lane * 2, words[3]
             first, second = first | (ninth & 1) << 8, second | (ninth & 2) << 7
-            steps = _numbers((words[4] >> group % 2 * 4) & 15) * 2.0 + 1.0
+            steps = numbers((words[4] >> group % 2 * 4) & 15) * 2.0 + 1.0
         low, high = tl.load(table + first), tl.load(table + second)
     else:
         if KIND == "IQ2_XXS":
             index, signs = words[1] >> lane * 8 & 255, words[2] >> lane * 7 & 127
-            steps = (_numbers(words[2] >> 28 & 15) + 0.5) * 0.25
+            steps = (numbers(words[2] >> 28 & 15) + 0.5) * 0.25
         else:
             index, signs, packed = words[1] & 511, words[1] >> 9, words[2]
             if KIND == "IQ2_S":
                 index, signs, packed = words[1] | (words[3] >> lane * 2 & 3) << 8, words[2], words[4]
-            steps = (_numbers(packed >> lane // 2 * 4 & 15) + 0.5) * 0.25
+            steps = (numbers(packed >> lane // 2 * 4 & 15) + 0.5) * 0.25
         # an entry is loaded at once, and not as four words of codes: these loads limit the kernels
         both = tl.load((table + index * 2).to(tl.pointer_type(tl.int64), bitcast=True))
         low, high = both.to(tl.int32), (both >> 32).to(tl.int32)
@@ -298,7 +298,7 @@ def _from_codebook(words, group, lane, table, KIND: tl.constexpr):
     flips = tl.load(table + SIGNS + signs)
     a, b, c, d = _paired(low, high)
     codes = a | flips & _SIGNS, b | flips << 1 & _SIGNS, c | flips << 2 & _SIGNS, d | flips << 3 & _SIGNS
-    return codes, _half(words[0]) * steps
+    return codes, from_half(words[0]) * steps
 
 
 @triton.jit
@@ -313,7 +313,7 @@ def _eight(codes):
 def _number(row, at, i: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
     """Return number i of F16, BF16 or F32 as fp32."""
     if KIND == "F16":
-        found = _half(u16(row + at + 2 * i, ALIGN))
+        found = from_half(u16(row + at + 2 * i, ALIGN))
     elif KIND == "BF16":
         found = (u16(row + at + 2 * i, ALIGN) << 16).to(tl.float32, bitcast=True)
     else:
@@ -347,9 +347,9 @@ def octet_values(rows, octet, table, KIND: tl.constexpr, BLOCKS: tl.constexpr, H
         words = stored_words(rows, b, group, lane, KIND, BLOCKS, HEIGHT)
         codes, scale, offset, offset_scale = decoded(words, group, lane, table, KIND)
         halves = _eight(codes)
-        values = _numbers(halves & 0xFF, bias(KIND)) * scale[:, :, None]
+        values = numbers(halves & 0xFF, bias(KIND)) * scale[:, :, None]
         if has_offset(KIND):
-            values -= (_numbers(offset) * offset_scale)[:, :, None]
+            values -= (numbers(offset) * offset_scale)[:, :, None]
         elif not bias(KIND):
             flips = (halves & 0x8000) << 16
             values = (values.to(tl.int32, bitcast=True) ^ flips).to(tl.float32, bitcast=True)

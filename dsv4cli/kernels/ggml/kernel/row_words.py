@@ -12,14 +12,14 @@ from dsv4cli.kernels.ggml.types import TILE_ROWS as _TILE_ROWS
 from dsv4cli.kernels.ggml.types import TYPES
 
 TILE_ROWS = gl.constexpr(_TILE_ROWS)
-# types whose loads are written here
+# types whose loads are written here, those of most files; the kernel loads single octets of all others
 KINDS = ("IQ2_XXS", "IQ3_XXS", "IQ4_XS", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q8_0")
 
 
 @constexpr_function
-def by_row(kind, height):
-    """Return whether `step_words` supports tiles of this many rows of a type."""
-    return kind in KINDS and height == TILE_ROWS
+def by_row(kind):
+    """Return whether `row_words` and `step_words` support a type."""
+    return kind in KINDS
 
 
 @constexpr_function
