@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from dsv4cli.kernels import experts
 from dsv4cli.kernels.card import BLACKWELL, HOPPER
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.experts.kernel import ggml_hopper, many_tokens
+from dsv4cli.kernels.experts.kernel.ggml_stages import LINES, STEP, _decoded, _lines, _stored
+from dsv4cli.kernels.ggml.kernel.fp16 import row_shifts
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of, has_offset
 from dsv4cli.kernels.stored_matrix import BlockMatrix
 from tests.kernels.test_experts import routes
 from tests.kernels.test_ggml_products import HOT, OTHERS, blocks, values_of
@@ -14,9 +19,14 @@ from tests.support.slow import slow_rows
 
 # pairs of four experts: more than a tile, and one more than each width of products
 COUNTS = (270, 193, 129, 66)
-MORE = [
-    ("Q8_0", "Q6_K"), ("Q4_K", "Q3_K"), ("Q5_K", "IQ4_XS"), ("IQ3_XXS", "MXFP4"), ("Q4_0", "Q5_0"),
-    ("IQ4_NL", "IQ2_XS"), ("IQ2_S", "IQ3_S"),
+SMALL, LARGE = (512, 256), (1024, 1024)
+# whole rows in one kernel, single octets in the other
+CASES = [("IQ2_XXS", "Q2_K", *LARGE), ("IQ3_XXS", "MXFP4", *SMALL)]
+MORE = [("IQ2_XXS", "Q2_K", *SMALL), ("IQ3_XXS", "MXFP4", *LARGE)] + [
+    (up, down, *widths)
+    for up, down in [("Q8_0", "Q6_K"), ("Q4_K", "Q3_K"), ("Q5_K", "IQ4_XS"), ("Q4_0", "Q5_0"), ("IQ4_NL", "IQ2_XS"),
+                     ("IQ2_S", "IQ3_S")]
+    for widths in (SMALL, LARGE)
 ]  # fmt: skip
 KINDS = [kind for kind in (*HOT, *OTHERS) if kind != "F16"]
 
@@ -49,8 +59,36 @@ def assert_close(y, weights, x, chosen, routing):
     assert (error.norm(dim=1) <= 2**-7 * expected.norm(dim=1)).all()
 
 
-@pytest.mark.parametrize(("up", "down"), [("IQ2_XXS", "Q2_K"), *slow_rows(*MORE)])
-@pytest.mark.parametrize(("hidden", "inner"), [(1024, 1024), *slow_rows((512, 256))])
+@gluon.jit
+def decoded_step(weight, shifts, table, out, K: gl.constexpr, KIND: gl.constexpr, NUMBER: gl.constexpr):
+    lane = gl.expand_dims(gl.arange(0, 4), 0)
+    rows, factor = _lines(weight, weight, (shifts, shifts), gl.program_id(0), 0, LINES, K, False, KIND)
+    found = _decoded(_stored(rows, 0, lane, K, KIND, NUMBER), lane, table, factor, KIND, NUMBER)
+    place = gl.expand_dims(gl.arange(0, LINES) * (STEP // 2), 1) + gl.expand_dims(gl.arange(0, STEP // 2), 0)
+    gl.store(out + place, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_rounded_once_or_twice(kind, triton_backend):
+    if triton_backend != "interpreter":
+        pytest.skip("this interpreter runs on a CPU")
+    from tests.support.gluon_interpreter import run
+
+    matrix = blocks(kind, 128, 256)
+    stored, line = blocks_of(matrix), torch.arange(128)
+    shifts = row_shifts(stored, 256)
+    row = line // 16 * 16 + line % 8 * 2 + line // 8 % 2
+    exact = (matrix.values().double() * 2.0 ** shifts.double()[:, None])[row].view(128, 4, 64)
+    for step in range(4):
+        words = torch.zeros(128, 32, dtype=torch.int32)
+        run(decoded_step, 1, stored.rows, shifts, stored.table, words, 256, kind, step)
+        found = words.view(torch.float16).view(128, 16, 4)[:, :, [0, 2, 1, 3]].reshape(128, 64).double()
+        error, size = (found - exact[:, step]).abs(), exact[:, step].abs()
+        # subnormal numbers have a fixed error
+        assert (error <= size * 2.0 ** (-10 if has_offset(kind) else -11) + 2.0**-24).all()
+
+
+@pytest.mark.parametrize(("up", "down", "hidden", "inner"), [*CASES, *slow_rows(*MORE)])
 def test_in_an_interpreter(up, down, hidden, inner, triton_backend, monkeypatch):
     """The kernel's arithmetic and its barriers; layouts are the compiler's."""
     if triton_backend != "interpreter":
