@@ -8,8 +8,8 @@ from dsv4cli.engine.verification.checked_server import CheckedServer
 from dsv4cli.engine.verification.compare import ROUNDING
 from dsv4cli.engine.verification.replies import readable, unreadable
 
-# unlikely tokens follow each other, so that sampling at temperature 2 hardly ever repeats an answer
-OPEN = "Tell me a story about the sea and the wind."
+# many tokens are likely one after another: sampled answers hardly ever repeat, nor have the likeliest token everywhere
+OPEN = "Write random words."
 SEEDS, QUICK_SEEDS = (1, 2, 3, 4), (1, 2)
 MOST = 16
 
