@@ -34,6 +34,7 @@ PROBES: Mapping[str, Sequence[str]] = {
     "responses": ("target/responses",),
     "release": ("target/off", "target/effort"),
 }
+SLOW_REMEDY = "run again with a longer --timeout"
 KEY_REMEDY = "write the key to a file, and pass it with --api-key-file"
 
 
@@ -108,7 +109,8 @@ def _model(url: str, reply: ServerReply, wanted: str | None) -> tuple[str, int |
     if reply.status in (401, 403):
         raise ServerError(f"{url}: the API key is missing or wrong", KEY_REMEDY)
     if not models and wanted is None:
-        raise ServerError(f"{url} lists no models: {reply.summary}", "correct the URL, or name the model with --model")
+        remedy = SLOW_REMEDY if reply.late else "correct the URL"
+        raise ServerError(f"{url} lists no models: {reply.summary}", f"{remedy}, or name the model with --model")
     if wanted is not None and models and wanted not in [one["id"] for one in models]:
         names = ", ".join(one["id"] for one in models)
         raise UsageError(f"{url} has no model {wanted!r}", f"use one of {names}")
@@ -133,8 +135,8 @@ def _first(url: str, reply: ServerReply) -> ChatAnswer:
     try:
         return read_chat(reply, streamed=False)
     except UnreadableReply as error:
-        slow, other = "run again with a longer --timeout", "use the URL of a server with OpenAI's chat API"
-        raise ServerError(f"{url} cannot answer a chat request: {error}", slow if reply.late else other) from None
+        remedy = SLOW_REMEDY if reply.late else "use the URL of a server with OpenAI's chat API"
+        raise ServerError(f"{url} cannot answer a chat request: {error}", remedy) from None
 
 
 def _with_apis(server: CheckedServer, send: Send) -> tuple[CheckedServer, int | None]:

@@ -21,6 +21,7 @@ from dsv4cli.engine.verification.replies import unreadable
 from dsv4cli.engine.verification.sender import Sender
 from dsv4cli.engine.verification.temperature import temperature_check
 from dsv4cli.engine.verification.verify_run import VerifyRun
+from dsv4cli.errors import ServerError
 
 LATE = [ServerReply(0, failure="no answer", seconds=600.0), ServerReply(429), ServerReply(503)]
 CLOSED = ServerReply(0, failure="closed")
@@ -170,6 +171,24 @@ def test_what_a_late_server_offers_is_unknown(missing, unknown, late, monkeypatc
     assert all(server.record()[offer] is None for offer in unknown & server.record().keys())
     for problem in server.unknown.values():
         assert (problem.wrong, problem.late, problem.call.key in missing) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing", "what"),
+    [
+        (None, ["target/models"], "lists no models"),
+        ("nano", ["target/logprobs", "target/chat"], "cannot answer a chat"),
+    ],
+)
+def test_a_server_whose_first_answers_are_missing_may_have_more_time(model, missing, what):
+    for reply, remedy in [(LATE[0], "run again with a longer --timeout"), (ServerReply(404), "URL")]:
+        with pytest.raises(ServerError, match=what) as caught:
+            discover(
+                "http://x",
+                lambda call, reply=reply: reply if call.key in missing else said("a"),
+                ServerHints(model=model),
+            )
+        assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize("offer", PROBES)

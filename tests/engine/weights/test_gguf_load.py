@@ -24,10 +24,10 @@ from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.engine.weights.reserve import Workload, reserves, step_formats
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, tile_height
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, row_bytes, tile_height
 from dsv4cli.kernels.stored_matrix import CPU_CHUNK
 from tests.engine.inspection.test_fit import ready
-from tests.support.gguf_models import DS4, LLAMA, MIXES, write_nano
+from tests.support.gguf_models import DS4, MIXES, write_nano
 from tests.support.oracle import logits_in_chunks
 from tests.support.peak import Peak
 from tests.support.slow import slow_except
@@ -79,6 +79,18 @@ def test_every_matrix_takes_the_bytes_of_the_file(tmp_path, mix):
     assert kept < names.keys()
 
 
+@pytest.mark.parametrize("kind", slow_except(["F16"], ["F16", "BF16", "F32", "Q8_0"]))
+def test_the_halves_of_a_drafter_have_the_type_of_the_file(tmp_path, as_stored, kind):
+    path, values = write_nano(tmp_path, {"[eh]_proj": kind} | DS4, drafter="nextn")
+    model = load_model(FolderSource("test", path), Numerics.reference())
+    for name in ("e_proj", "h_proj"):
+        projection = model.get_submodule(f"mtp.0.{name}")
+        assert projection.weight.nbytes == len(values[f"mtp.0.{name}.weight"]) * row_bytes(
+            kind, projection.matrix.columns
+        )
+        assert torch.equal(projection.matrix.values(), values[f"mtp.0.{name}.weight"])
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
 def test_a_router_has_values_that_its_kernels_read(tmp_path, as_stored, kind):
     path, values = write_nano(tmp_path, {"gate_inp": kind} | DS4)
@@ -87,10 +99,12 @@ def test_a_router_has_values_that_its_kernels_read(tmp_path, as_stored, kind):
     assert torch.equal(gate.float(), values["layers.1.ffn.gate.weight"])
 
 
-def test_a_cpu_with_enough_memory_dequantizes_them_without_changing_a_bit(tmp_path, monkeypatch):
-    path, _ = write_nano(tmp_path, LLAMA)
+@pytest.mark.parametrize("mix", slow_except(["llama.cpp", "ds4"], MIXES))
+def test_a_cpu_with_enough_memory_dequantizes_them_without_changing_a_bit(tmp_path, monkeypatch, mix):
+    path, _ = write_nano(tmp_path, MIXES[mix])
     wide = load_model(FolderSource("test", path), Numerics.reference())
     assert all(one.block_type is None for one in wide.modules() if isinstance(one, MatrixParameters))
+    assert {one.dtype for one in wide.parameters()} == {torch.float32, torch.int64}
     monkeypatch.setattr(placement, "DEQUANTIZED_PART", 2**60)
     stored = load_model(FolderSource("test", path), Numerics.reference())
     assert sum(one.nbytes for one in stored.parameters()) < sum(one.nbytes for one in wide.parameters()) / 2
