@@ -11,6 +11,7 @@ from math import log2
 
 from dsv4cli.engine.config.model_config import ModelConfig
 from dsv4cli.engine.inspection.fit.cards import CARDS, CardSpec, card_named
+from dsv4cli.engine.inspection.fit.cluster import KNOWN
 from dsv4cli.engine.inspection.fit.share import Share
 from dsv4cli.engine.weights.sizes import RankSizes
 
@@ -47,8 +48,6 @@ class KernelRates:
 STORED = KernelRates(44e-6, 0.55, 0.55, frozenset({"H100", "H200"}))
 # elsewhere: with the time of other GPUs' experts on an H200, 33 ms per layer of 8,192 tokens instead of 7
 BLOCKS = KernelRates(137e-6, 0.377, 0.125, frozenset({"H200"}))
-# first letter of the names of Hopper GPUs
-HOPPER = "H"
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def estimate(
         return None
     card, calibrated = CARDS[name], name in kernels.cards
     low, high = CALIBRATED if calibrated else BY_DATA_SHEET
-    if not name.startswith(HOPPER):
+    if KNOWN.get(name) != "hopper":
         kernels = replace(kernels, compute=kernels.elsewhere)
 
     def spread(rate: float) -> Range:
