@@ -6,7 +6,7 @@ import torch
 from dsv4cli.kernels import experts, gemm
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.experts import ExpertWeights
-from dsv4cli.kernels.gemm.kernel import ggml_fp16
+from dsv4cli.kernels.gemm.kernel import few_rows, ggml_fp16, swap_ab
 from dsv4cli.kernels.ggml.kernel import fp16
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.ggml.types import DECODED, TYPES
@@ -155,6 +155,9 @@ def test_fp16_has_one_product_per_weight_of_many_tokens(monkeypatch):
     for tokens in (16, 17, 70):
         gemm.linear(torch.randn(tokens, 64).bfloat16(), matrix)
     assert multiplied == [17, 70]
+    # on tensor cores, with each weight read once
+    assert few_rows.takes(torch.zeros(8, 1, 128).bfloat16(), StoredMatrix(torch.zeros(8, 128).half()))
+    assert swap_ab.takes(torch.zeros(16, 1, 64).bfloat16(), matrix.weight)
 
 
 @pytest.mark.parametrize("tokens", [1, *slow(20)])

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.config.capacity import captured_rows, columns_of
 from dsv4cli.engine.config.presets import FLASH, PRESETS, PRO
 from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.fit.forms import forms_of
 from dsv4cli.engine.runtime.limits import workload_of
 from dsv4cli.engine.settings import Limits
 from dsv4cli.engine.weights.reserve import (
@@ -21,6 +23,7 @@ from dsv4cli.engine.weights.reserve import (
     prefill_graph_bytes,
     reserves,
     ring_bytes,
+    step_formats,
 )
 from tests.support.forked import output_of
 
@@ -135,3 +138,13 @@ def test_what_prompts_ask_of_a_model():
     assert workload_of(config, limits, [10, 4950]) == Workload(5000, 2)
     assert workload_of(config, limits, [10, 4950], sampled=False) == Workload(4950, 2)
     assert workload_of(config, limits, [10] * 99).batch == 64
+
+
+def test_a_cpu_keeps_memory_for_the_values_of_blocks():
+    config, wide, load = CONFIGS["flash"], Formats("f32", "f32", "f32"), Workload(64, 1, 64)
+    [blocks] = [form.table for form in forms_of("flash", config) if form.name == "4-bit GGUF"]
+    assert step_formats(wide, loaded_tensors(config, wide).values()) == wide
+    (of_values,) = reserves(config, wide, load, 1, on_gpu=False)
+    (of_blocks,) = reserves(config, step_formats(wide, blocks.values()), load, 1, on_gpu=False)
+    # at least one matrix of an expert, in fp32
+    assert of_blocks.step - of_values.step >= 4 * config.hidden_size * config.moe_intermediate_size
