@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 
 from dsv4cli.kernels.ggml.kernel.fields import blocks, tile_rows
-from dsv4cli.kernels.ggml.kernel.octets import blocks_of, columns, octet_values
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of, octet_values
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.stored_matrix import StoredMatrix
@@ -15,7 +15,7 @@ OCTETS = BLOCK // 8
 
 
 def embed(ids: torch.Tensor, table: StoredMatrix, dtype: torch.dtype) -> torch.Tensor:
-    width = columns(table)
+    width = table.columns
     rows = torch.empty(len(ids), width, dtype=dtype, device=ids.device)
     if not rows.numel():
         return rows

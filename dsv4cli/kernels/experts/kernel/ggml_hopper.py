@@ -11,7 +11,7 @@ from dsv4cli.kernels.block_scale.kernel import fp8_round
 from dsv4cli.kernels.experts.kernel.sort_by_expert import group
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.ggml.kernel.fp16 import halves_in_place, input_halves, row_shifts
-from dsv4cli.kernels.ggml.kernel.octets import blocks_of, columns, has_codes
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of, has_codes
 from dsv4cli.kernels.launch import takes_gluon
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int) -> bool:
     kinds = [matrix.block_type for matrix in weights.matrices]
     decoded = all(kind is not None and has_codes(kind) for kind in kinds)
     alike = weights.w1.block_type == weights.w3.block_type
-    return decoded and alike and not any(columns(matrix) % COLUMNS for matrix in (weights.w1, weights.w2))
+    return decoded and alike and not any(matrix.columns % COLUMNS for matrix in (weights.w1, weights.w2))
 
 
 def routed_outputs(

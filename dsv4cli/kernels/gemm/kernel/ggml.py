@@ -13,14 +13,14 @@ import triton.language as tl
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm.kernel import ggml_fp16
 from dsv4cli.kernels.gemm.kernel.dequant import one_of
-from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, columns, has_codes
+from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, has_codes
 from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 # most rows of x that are multiplied as few
-FEW = 16
+FEW = ggml_fp16.LEAST - 1
 # warps of all programs for few rows together; most warps of a program, which share the columns; groups of 32 columns
 # that each loads at a time
 ALL_WARPS, WARPS, EACH = 3072, 16, 8
@@ -45,7 +45,7 @@ def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequenc
     tokens, groups, width = x.shape
     if x.dtype not in (torch.bfloat16, torch.float32) or x.stride(-1) != 1:
         raise KernelUnsupported(f"the Triton linear supports bf16 and fp32 rows, not {x.dtype} {tuple(x.shape)}")
-    assert all(columns(matrix) == width for matrix in matrices)
+    assert all(matrix.columns == width for matrix in matrices)
     ys = [
         x.new_empty(tokens, groups, matrix.weight.shape[0] // groups, dtype=dtype)
         for matrix, dtype in zip(matrices, dtypes, strict=True)

@@ -1,10 +1,9 @@
 """Loads of GGUF blocks in a Triton kernel, eight columns at a time.
 
 Eight consecutive columns, an octet, share a scale in every type, and their codes have the same shift in consecutive
-bytes. Rows are in tiles, so that the codes of an octet are one or two loads, and those of several rows are adjacent:
-the first-level cache looks up one line in the time of a load of 128 bytes (H200: 7.3 cycles for 8 lines, 1.9 for two).
-`stored_words` returns all that is stored of an octet, undecoded, so that a loop can load several octets before it
-decodes the first.
+bytes. Rows are in tiles, so that the codes of an octet are one or two loads, and those of several rows are adjacent: an
+H200 takes 1.9 cycles for a load from two lines of the first-level cache, and 7.3 from eight. `stored_words` returns all
+that is stored of an octet, undecoded, so that a loop can load several octets before it decodes the first.
 """
 
 import math
@@ -32,9 +31,9 @@ def blocks(kind, columns):
 
 
 @constexpr_function
-def field_begin(kind, blocks, field):
-    """Return where a field begins in a row of this many blocks."""
-    return TYPES[kind].fields[field] * blocks
+def field_begin(kind, count, field):
+    """Return where a field begins in a row of `count` blocks."""
+    return TYPES[kind].fields[field] * count
 
 
 @constexpr_function
@@ -50,9 +49,9 @@ def field_unit(kind, field):
 
 
 @constexpr_function
-def alignment(kind, blocks, height):
-    """Return the alignment in bytes, at most 8, of the fields of tiles of rows with this many blocks."""
-    return math.gcd(8, *(height * blocks * end for end in TYPES[kind].ends))
+def alignment(kind, count, height):
+    """Return the alignment in bytes, at most 8, of the fields of tiles of rows with `count` blocks."""
+    return math.gcd(8, *(height * count * end for end in TYPES[kind].ends))
 
 
 @triton.jit
@@ -105,7 +104,7 @@ def field_of(rows, b, FIELD: tl.constexpr, KIND: tl.constexpr, BLOCKS: tl.conste
 
 @triton.jit
 def _at(field, k, more, FIELD: tl.constexpr, KIND: tl.constexpr, HEIGHT: tl.constexpr):
-    """Return pointers to byte k + more of a field: the remainders of both by a unit are together less than a unit.
+    """Return pointers to byte k + more of a field, where k % UNIT + more % UNIT is less than UNIT.
 
     If k is a constant, it becomes part of the load instruction.
     """

@@ -77,11 +77,6 @@ def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> Kerne
     return KernelBlocks(weight.view(torch.uint8), _table_of(kind, str(device or weight.device)), kind, matrix.height)
 
 
-def columns(matrix: StoredMatrix) -> int:
-    """Return the number of columns."""
-    return matrix.columns
-
-
 def forget_tables() -> None:
     """Drop the tables that are cached for each device."""
     _table_of.cache_clear()

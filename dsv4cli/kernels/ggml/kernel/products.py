@@ -49,22 +49,23 @@ def _of_half(values, thread, HALF: tl.constexpr):
 
 @triton.jit
 def _scaled(products, scale, WARPS: tl.constexpr):
+    """Return products [WARPS, 16, N] times the scale of their row, [64 * WARPS]."""
     N: tl.constexpr = products.shape[2]
     by_pair = tl.reshape(products, (WARPS, 16, N // 8, 4, 2)) * _by_row(scale, WARPS)
     return tl.reshape(by_pair, (WARPS, 16, N))
 
 
 @triton.jit
-def _of_codes(codes, mine, right, KIND: tl.constexpr, WARPS: tl.constexpr):
-    """Return the products of codes without their bias; `mine` selects the bits of them that count."""
+def _of_codes(codes, mask, right, KIND: tl.constexpr, WARPS: tl.constexpr):
+    """Return the products of codes without their bias. mask: -1 for threads whose codes count, 0 for the others."""
     a, b, c, d = codes
     if bias(KIND):
         # exact, too: one sum of the tensor core begins with the other
-        minus = mine & minus_bias(KIND)
+        minus = mask & minus_bias(KIND)
         start = tl.dot(_operand(minus, minus, minus, minus, WARPS), right)
     else:
         start = tl.zeros((WARPS, 16, right.shape[2]), tl.float32)
-    return tl.dot(_operand(a & mine, b & mine, c & mine, d & mine, WARPS), right, start)
+    return tl.dot(_operand(a & mask, b & mask, c & mask, d & mask, WARPS), right, start)
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def _pass_words(
             rows = tile_rows(weights[m], row, K, KINDS[m], HEIGHTS[m])
             found += (stored_words(rows, b, group, lane, KINDS[m], blocks(KINDS[m], K), HEIGHTS[m]),)
     if N == 8:
-        # otherwise ptxas delays some of the loads until registers are free, so that a pass waits for memory thrice
+        # otherwise ptxas delays some of the loads until registers are free, so that a pass waits for memory three times
         tl.debug_barrier()
     return found
 
