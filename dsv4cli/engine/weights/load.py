@@ -26,7 +26,7 @@ from dsv4cli.engine.weights.offload import ExpertOffload, plan_of
 from dsv4cli.engine.weights.placement import FreeMemory, MemoryLimits, Placement, decide
 from dsv4cli.engine.weights.random_weights import random_tensors
 from dsv4cli.engine.weights.read import stored
-from dsv4cli.engine.weights.reserve import Workload, reserves, step_formats
+from dsv4cli.engine.weights.reserve import Workload, reserves
 from dsv4cli.engine.weights.sizes import measure
 from dsv4cli.errors import NotEnoughMemory
 from dsv4cli.kernels.dispatch import chosen
@@ -166,7 +166,7 @@ def _placed(
     # only rank 0 knows the workload
     load, on_gpu = target.world.broadcast_object(target.load), target.device.type == "cuda"
     ranks, divides = target.world.size, target.world.divides_from is not None
-    triton, formats = chosen() != "torch", step_formats(formats, specs.values())
+    triton = chosen() != "torch"
     reserved = reserves(config, formats, load, ranks, on_gpu=on_gpu, triton=triton, divides=divides, gguf=sizes.gguf)
     placement = decide(sizes, target.least_free_memory(), reserved, target.drafting)
     if placement.drafter or config.drafter == "none":

@@ -4,10 +4,8 @@ Loading keeps this memory free, and `inspect --fit` shows it. Every rank has the
 parallelism does not shard.
 """
 
-from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
-from dsv4cli.engine.checkpoint.layout import TensorSpec
 from dsv4cli.engine.config.capacity import (
     BLOCK_TOKENS,
     DEFAULT_CHUNK,
@@ -23,7 +21,6 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.weights.reference_step import ACTIVATION, FP32, WidestStep
 from dsv4cli.engine.weights.triton_step import TritonStep
 from dsv4cli.kernels.formats import FP4_BLOCK
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
 # prefill chunk sizes in tokens, the preferred first: a larger one is faster and needs more memory
 CHUNKS = (MAX_STEP_TOKENS, DEFAULT_CHUNK, 2048, 1024, 512, 256, 128, 64)
@@ -77,16 +74,6 @@ class Reserve:
         return self.cache + self.step + self.overhead
 
 
-def step_formats(formats: Formats, specs: Iterable[TensorSpec]) -> Formats:
-    """Return the formats by which `reserves` counts the values of matrices: a GGUF model's are dequantized as bf16 is.
-
-    Intermediate values of decoding, a few MB, are not counted. specs: the tensors that are loaded.
-    """
-    if not any(spec.dtype in BLOCK_DTYPES for spec in specs):
-        return formats
-    return Formats(*("bf16" if form == "f32" else form for form in astuple(formats)))
-
-
 def reserves(
     config: ModelConfig,
     formats: Formats,
@@ -104,8 +91,11 @@ def reserves(
         load: the workload; if it names a chunk size, that is the only one.
         triton: whether the run uses Triton's kernels; otherwise the reference kernels.
         divides: whether ranks divide the rows of large steps.
-        gguf: whether matrices are GGUF blocks.
+        gguf: whether matrices are GGUF blocks. On a CPU they are dequantized as bf16 is, and the intermediate values of
+            decoding, a few MB, are not counted.
     """
+    if gguf:
+        formats = Formats(*("bf16" if form == "f32" else form for form in astuple(formats)))
     found, overhead = [], 0
     if on_gpu:
         overhead = OVERHEAD + (NCCL if ranks > 1 else 0)

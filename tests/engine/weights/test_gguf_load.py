@@ -21,7 +21,8 @@ from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
 from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
-from dsv4cli.engine.weights.reserve import Workload, reserves, step_formats
+from dsv4cli.engine.weights.reserve import Workload, reserves
+from dsv4cli.engine.weights.sizes import measure
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, row_bytes, tile_height
@@ -242,8 +243,8 @@ def test_a_step_on_a_cpu_takes_the_memory_that_loading_reserves(tmp_path, as_sto
     step = ready(load_model(source, Numerics.reference()), "cpu", 1, 64, 1)
     with Peak("cpu") as peak:
         step()
-    formats = step_formats(identity.formats, table.values())
-    (reserved,) = reserves(identity.config, formats, Workload(64, 1, 64), 1, on_gpu=False)
+    sizes = measure(table.values(), identity.config.num_experts_per_tok, 1)
+    (reserved,) = reserves(identity.config, identity.formats, Workload(64, 1, 64), 1, on_gpu=False, gguf=sizes.gguf)
     # the intermediate values of a few rows that are decoded at once
     assert peak.most <= reserved.step + 10 * CPU_CHUNK
 

@@ -23,8 +23,8 @@ from dsv4cli.engine.weights.reserve import (
     prefill_graph_bytes,
     reserves,
     ring_bytes,
-    step_formats,
 )
+from dsv4cli.engine.weights.sizes import measure
 from tests.support.forked import output_of
 
 CONFIGS = {"flash": parse_config(FLASH, "flash").without_drafter(), "pro": parse_config(PRO, "pro").without_drafter()}
@@ -143,8 +143,9 @@ def test_what_prompts_ask_of_a_model():
 def test_a_cpu_keeps_memory_for_the_values_of_blocks():
     config, wide, load = CONFIGS["flash"], Formats("f32", "f32", "f32"), Workload(64, 1, 64)
     [blocks] = [form.table for form in forms_of("flash", config) if form.name == "4-bit GGUF"]
-    assert step_formats(wide, loaded_tensors(config, wide).values()) == wide
+    assert not measure(loaded_tensors(config, wide).values(), config.num_experts_per_tok, 1).gguf
+    assert measure(blocks.values(), config.num_experts_per_tok, 1).gguf
     (of_values,) = reserves(config, wide, load, 1, on_gpu=False)
-    (of_blocks,) = reserves(config, step_formats(wide, blocks.values()), load, 1, on_gpu=False)
+    (of_blocks,) = reserves(config, wide, load, 1, on_gpu=False, gguf=True)
     # at least one matrix of an expert, in fp32
     assert of_blocks.step - of_values.step >= 4 * config.hidden_size * config.moe_intermediate_size

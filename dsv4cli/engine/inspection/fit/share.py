@@ -12,7 +12,7 @@ from dsv4cli.engine.config.storage import Formats
 from dsv4cli.engine.inspection.fit.machine import Device
 from dsv4cli.engine.inspection.fit.memory import weigh
 from dsv4cli.engine.weights.placement import FreeMemory, Placement, decide
-from dsv4cli.engine.weights.reserve import Reserve, Workload, reserves, step_formats
+from dsv4cli.engine.weights.reserve import Reserve, Workload, reserves
 from dsv4cli.engine.weights.sizes import RankSizes, is_drafter, measure
 from dsv4cli.errors import NotEnoughMemory
 
@@ -95,9 +95,9 @@ class SharedModel:
         table: Mapping[str, TensorSpec] | None = None,
     ) -> None:
         self.config = config
+        self.formats = formats
         self.host = host
         self._table = list((loaded_tensors(config, formats) if table is None else table).values())
-        self._step_formats = step_formats(formats, self._table)
         # one tensor per kind: the many experts are alike
         self._kinds = list({(spec.dtype, spec.shape, spec.shard): spec for spec in self._table}.values())
         self._sizes: dict[int, RankSizes] = {}
@@ -127,7 +127,7 @@ class SharedModel:
         """
         ranks, on_gpu, free = len(devices), devices[0].is_gpu, min(device.free for device in devices)
         sizes, load = self.sizes(ranks), Workload(context, batch)
-        reserved = reserves(self.config, self._step_formats, load, ranks, on_gpu=on_gpu, gguf=sizes.gguf)
+        reserved = reserves(self.config, self.formats, load, ranks, on_gpu=on_gpu, gguf=sizes.gguf)
         placement = self._placement(ranks, free, reserved, on_gpu)
         one = next((one for one in reserved if placement is not None and one.chunk == placement.chunk), reserved[-1])
         drafter = placement is not None and placement.drafter
