@@ -14,7 +14,7 @@ import warnings
 from contextlib import suppress
 from typing import TextIO
 
-# seconds after which a program is ended: whoever has started it may be gone
+# time limit of a program in seconds: its parent process may have exited
 SECONDS = 120
 # warnings that Python does not show
 HIDDEN = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
@@ -25,8 +25,8 @@ class Forked:
     """`python -m …` or `python -c …`; it ends as a program does."""
 
     def __init__(self, *words: str, to: str | None = None, seconds: int = SECONDS, **environment: str | None) -> None:
-        """to: file that stdout is, in the place of `out`. seconds: time limit, after which SIGALRM ends the program.
-        environment: what is set, or with None is not."""
+        """to: file to redirect stdout to, instead of `out`. seconds: time limit, after which SIGALRM ends the program.
+        environment: variables to set, or to unset if None."""
         reading, writing = os.pipe()
         if to is not None:
             os.close(writing)

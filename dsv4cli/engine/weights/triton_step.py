@@ -96,8 +96,8 @@ class TritonStep:
         widened = ACTIVATION * c.num_attention_heads * c.head_dim * c.o_lora_rank
         summed = self.hidden + (self.own if self.divides else 2 * self.hidden if self.ranks > 1 else 0)
         out = self.tokens * inner * (ACTIVATION + 1) + summed
-        beside = max(widened, summed + self.scratch)
-        return self.projected() + lists + self.queries + max(out, ACTIVATION * self.tokens * inner + beside)
+        product = ACTIVATION * self.tokens * inner + max(widened, summed + self.scratch)
+        return self.projected() + lists + self.queries + max(out, product)
 
     def experts(self) -> int:
         """Return the peak memory of the experts.

@@ -17,7 +17,7 @@ from dsv4cli.kernels.launch import takes_gluon
 if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
 
-# columns of which widths must be multiples: a pass of the loop
+# widths must be multiples of this many columns: an iteration of the kernel's loop
 COLUMNS = 256
 # most pairs per expert, on average, for which tiles of few pairs are faster (H200, IQ2_XXS and Q2_K, 6 of 256 experts:
 # 128 tokens take 2.5 ms instead of 5.2, but 256 take 14.3 instead of 5.7)

@@ -132,7 +132,7 @@ def _block_bounds(rows, b, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.
     FIELD: tl.constexpr = _scale_field(KIND)
     scale = field_of(rows, b, FIELD, KIND, BLOCKS, HEIGHT)
     if KIND == "MXFP4":
-        # half of e8m0, of which the smallest two have other bits
+        # half of the e8m0 scale; the two smallest would be subnormal, and the next one is a bound of them
         code = tl.maximum(tl.load(scale).to(tl.int32), 2)
         bound = ((code - 1) << 23).to(tl.float32, bitcast=True)
     else:

@@ -87,7 +87,7 @@ def _octets_of(words, GROUP: gl.constexpr):
 
 @gluon.jit
 def _twice(words):
-    """Return words of two octets, [R, 2], for four, of which two have the same: [R, 4]."""
+    """Repeat the words of two octets, [R, 2], for the next two, which are stored in the same bytes: [R, 4]."""
     both = gl.reshape(gl.permute(gl.join(words, words), (0, 2, 1)), [128, 4])
     return gl.convert_layout(both, row_layout(4), assert_trivial=True)
 
