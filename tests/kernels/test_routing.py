@@ -112,7 +112,12 @@ SHAPES = [
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize(
     ("dtype", "stored"),
-    [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float16), (torch.float32, torch.bfloat16)],
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
 )
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits_are_fp32_sums_of_exact_products(shape, dtype, stored):

@@ -1,5 +1,6 @@
 """GGUF files loaded as stored: exact, sharded at block borders, and in no more memory than the file."""
 
+import sys
 from math import prod
 
 import pytest
@@ -29,8 +30,10 @@ from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, row_bytes, tile
 from dsv4cli.kernels.stored_matrix import CPU_CHUNK
 from tests.engine.inspection.test_fit import ready
 from tests.support.gguf_models import DS4, MIXES, write_nano
+from tests.support.interpreter import correct
 from tests.support.oracle import logits_in_chunks
 from tests.support.peak import Peak
+from tests.support.recorded_pass import RecordedPass
 from tests.support.slow import slow_except
 
 IDS = [0, *range(100, 116)]
@@ -217,17 +220,32 @@ def test_the_triton_kernels_keep_blocks(tmp_path):
     assert sum(one.block_type is not None for one in model.modules() if isinstance(one, MatrixParameters)) > 40
 
 
-@pytest.mark.gpu
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
+def kernel_device(request):
+    """The device that Triton's kernels run on; on a CPU, its interpreter runs them."""
+    if request.param == "cpu":
+        if torch.cuda.is_available() or sys.platform != "linux":
+            pytest.skip("kernels are interpreted where there is Triton and no GPU")
+        correct()
+    return request.param
+
+
 @pytest.mark.parametrize("mix", MIXES)
-def test_the_triton_kernels_multiply_blocks(tmp_path, mix):
+def test_the_triton_kernels_multiply_blocks(tmp_path, as_stored, kernel_device, mix):
     path, _ = write_nano(tmp_path, MIXES[mix])
-    model = load_model(FolderSource("test", path), Numerics.reference(), device="cuda")
-    with use("torch"):
+    model = load_model(FolderSource("test", path), Numerics.reference(), device=kernel_device)
+    recorded = RecordedPass(model)
+    with use("torch"), recorded.recording():
         expected = logits(model)
-    with use("triton"):
+    with use("triton"), recorded.replaying() as outputs:
         found = logits(model)
-    # roundings to bf16 in 6 layers, and sums in another order
-    assert (found - expected).norm() <= 0.02 * expected.norm()
+    results = [*zip(recorded.outputs, outputs, strict=True), ([expected], [found])]
+    for theirs, ours in results:
+        for one, other in zip(theirs, ours, strict=True):
+            # roundings to bf16 in a block, and sums in another order
+            assert (one.float() - other.float()).norm() <= 0.02 * one.float().norm()
+    # all but nearly equal scores select the same experts
+    assert torch.cat(recorded.alike).float().mean() >= 0.9
 
 
 def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
