@@ -12,8 +12,9 @@ from dsv4cli.engine.config.storage import Formats
 
 # bytes of an activation (bf16), of fp32, of an index (int64)
 ACTIVATION, FP32, INDEX = 2, 4, 8
-# bytes per value of a matrix, while it is dequantized and afterwards
+# bytes per value of a matrix, while it is dequantized and afterwards; a GPU converts FP8 without a table lookup
 WIDENED = {form: (6, 4) for form in STORAGE if is_quantised(form)} | {"bf16": (4, 4), "f32": (0, 0)}
+WIDENED_ON_GPU = WIDENED | {"fp8": (4, 4), "fp8_f32": (4, 4)}
 # bytes per value of fp8_round, and of the Hadamard rotation with fp4_round: fp32 copies alive at once
 ROUNDED = 4 * FP32
 ROTATED = 8 * FP32
@@ -21,6 +22,10 @@ ROTATED = 8 * FP32
 # buffers (33 bytes in total on an H200, torch 2.13)
 SORTED = 1 + 3 * ACTIVATION + INDEX
 SORTED_ON_GPU = SORTED + 19
+# bytes per sampled logit: the counts of penalized tokens and, on a CPU, the penalties in fp64; on a GPU three kinds of
+# logits, noise, probabilities, and 44 bytes for their sort with its buffers (from PyTorch's code, not measured)
+SAMPLED = 15 * FP32
+SAMPLED_ON_GPU = 17 * FP32
 
 
 class WidestStep:
@@ -39,6 +44,8 @@ class WidestStep:
         self.filled = -(-PRODUCT_ROWS // last) * last if last and tokens <= TILED_ROWS else 0
         self.batch = batch
         self.sorted = SORTED_ON_GPU if on_gpu else SORTED
+        self.sampled = SAMPLED_ON_GPU if on_gpu else SAMPLED
+        self.widened = WIDENED_ON_GPU if on_gpu else WIDENED
         self.blocks = -(-context // BLOCK_TOKENS)
         self.entries = {ratio: context // ratio if ratio in config.compress_ratios else 0 for ratio in (CSA, HCA)}
         self.hidden = tokens * config.hidden_size
@@ -77,7 +84,7 @@ class WidestStep:
 
     def linear(self, rows: int, columns: int, form: FormatName) -> float:
         """Return the peak memory of a reference linear: its matrix in fp32, input and output in fp32 and rounded."""
-        widening, held = WIDENED[form]
+        widening, held = self.widened[form]
         inputs, outputs = FP32 * (self.tokens + self.filled) * columns, FP32 * self.multiplied * rows
         return max(
             widening * rows * columns + inputs,
@@ -90,7 +97,7 @@ class WidestStep:
         """Return the peak memory of attention's projections: queries and their norm; or output with window keys."""
         c, form = self.config, self.formats
         inner, width = c.o_groups * c.o_lora_rank, c.num_attention_heads * c.head_dim
-        widening, held = WIDENED[form.output]
+        widening, held = self.widened[form.output]
         matrix = inner * width // c.o_groups
         # fewer tokens than a tile are copied for all groups at once
         copied = self.filled * (width if self.tokens < PRODUCT_ROWS else width // c.o_groups)
@@ -120,7 +127,7 @@ class WidestStep:
         rings = self.batch * (span + ROLLBACK)
         members = self.tokens + self.batch * ratio
         rows = 4 * self.tokens + 3 * rings + 4 * members
-        matrix = WIDENED[self.formats.dense][1] * channels * self.config.hidden_size
+        matrix = self.widened[self.formats.dense][1] * channels * self.config.hidden_size
         return matrix + FP32 * (channels * rows + self.multiplied * self.config.hidden_size)
 
     def indexer(self) -> float:
@@ -183,7 +190,7 @@ class WidestStep:
         c, form = self.config, self.formats
         # chosen experts with their order, and factors
         order = (3 * INDEX + 2 * FP32) * self.tokens * c.num_experts_per_tok
-        router = WIDENED[form.dense][1] * c.n_routed_experts * c.hidden_size
+        router = self.widened[form.dense][1] * c.n_routed_experts * c.hidden_size
         router += FP32 * (self.hidden + 4 * self.tokens * c.n_routed_experts)
         rounded = (FP32 + ACTIVATION) * self.hidden
         return (
@@ -203,7 +210,7 @@ class WidestStep:
         c = self.config
         count = min(c.n_routed_experts, self.tokens * c.num_experts_per_tok) + 1
         inner, outputs = (FP32 * PRODUCT_ROWS * count * width for width in (c.moe_intermediate_size, c.hidden_size))
-        widened = max(WIDENED[form][0] for form in (self.formats.experts, self.formats.linear))
+        widened = max(self.widened[form][0] for form in (self.formats.experts, self.formats.linear))
         matrix = widened * c.hidden_size * c.moe_intermediate_size
         rounded = ACTIVATION * self.hidden + FP32 * self.filled * c.hidden_size
         return rounded + max(2 * inner + matrix, 6 * inner, 3 * inner + outputs + matrix, inner + 4 * outputs)
@@ -219,7 +226,8 @@ class WidestStep:
         )
 
     def head(self) -> float:
-        """Return the peak memory of the head: a part of its matrix in fp32, the sequences' logits, and sampling."""
+        """Return the peak memory of the head: a part of its matrix in fp32 and the logits, and then sampling."""
         c = self.config
-        matrix = WIDENED[self.formats.dense][1] * min(c.vocab_size * c.hidden_size, HEAD_VALUES)
-        return self.base() + matrix + 6 * FP32 * self.batch * c.vocab_size
+        matrix = self.widened[self.formats.dense][1] * min(c.vocab_size * c.hidden_size, HEAD_VALUES)
+        multiplied = -(-self.batch // PRODUCT_ROWS) * PRODUCT_ROWS
+        return self.base() + max(matrix + FP32 * multiplied * c.vocab_size, self.sampled * self.batch * c.vocab_size)
