@@ -259,10 +259,13 @@ def test_gluon_is_imported_where_it_is_used():
         "dsv4cli.kernels.experts.kernel.fp8_layouts",
         "dsv4cli.kernels.experts.kernel.fp8_stages",
         "dsv4cli.kernels.experts.kernel.fp8_wgmma",
+        "dsv4cli.kernels.experts.kernel.ggml_int8",
         "dsv4cli.kernels.experts.kernel.ggml_stages",
         "dsv4cli.kernels.experts.kernel.ggml_wgmma",
         "dsv4cli.kernels.experts.kernel.warp_layouts",
         "dsv4cli.kernels.experts.kernel.warp_specialized",
+        "dsv4cli.kernels.gemm.kernel.ggml_int8",
+        "dsv4cli.kernels.ggml.kernel.int8",
         "dsv4cli.kernels.ggml.kernel.row_words",
     }
     at_once = {

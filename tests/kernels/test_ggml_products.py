@@ -11,6 +11,7 @@ from dsv4cli.kernels.gemm.kernel import few_rows, ggml_fp16, swap_ab
 from dsv4cli.kernels.ggml.kernel import fp16
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.ggml.types import DECODED, TYPES
+from dsv4cli.kernels.rows import exact_rows
 from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 from tests.kernels.rounding import assert_rounded_once
 from tests.kernels.test_experts import assert_close, routes, slow_experts
@@ -72,10 +73,12 @@ def test_few_tokens_of_every_type(kind):
     assert_rounded_once(gemm.linear(x, matrix), x.double() @ values.T, error)
 
 
-@pytest.mark.parametrize("tokens", [3, *slow(16)])
+@pytest.mark.parametrize("tokens", [3, *slow(8)])
 def test_the_bits_of_a_row_do_not_depend_on_the_others(tokens):
+    # on Hopper one token and two have another kernel, except with exact rows
     matrix, x = blocks("IQ2_XXS", 8, 256), torch.randn(tokens, 256).bfloat16()
-    assert torch.equal(gemm.linear(x, matrix), torch.cat([gemm.linear(row[None], matrix) for row in x]))
+    with exact_rows(True):
+        assert torch.equal(gemm.linear(x, matrix), torch.cat([gemm.linear(row[None], matrix) for row in x]))
 
 
 @pytest.mark.parametrize(("kind", "scale"), [("Q8_0", 0.02), ("F32", 2.0**-55), *slow_rows(("MXFP4", 2.0**50))])

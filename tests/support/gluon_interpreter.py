@@ -8,13 +8,14 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
 from triton import language as tl
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 DTYPES = {
@@ -28,11 +29,17 @@ POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in D
 PATIENCE = 10
 
 
-def run(kernel: Any, programs: int, *arguments: Any) -> None:
+def run(kernel: Any, grid: int | tuple[int, ...], *arguments: Any) -> None:
     """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element."""
-    given = [Pointers(value.view(-1), 0) if isinstance(value, torch.Tensor) else value for value in arguments]
-    for number in range(programs):
-        _in_python(kernel, {}, Language(number, programs))(*given)
+    sizes = (grid,) if isinstance(grid, int) else grid
+    for numbers in product(*map(range, sizes)):
+        _in_python(kernel, {}, Language(numbers, sizes))(*map(_pointed, arguments))
+
+
+def _pointed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_pointed, value))
+    return Pointers(value.view(-1), 0) if isinstance(value, torch.Tensor) else value
 
 
 def _in_python(function: Any, known: dict[Any, Any], language: "Language") -> Any:
@@ -92,6 +99,9 @@ class Values:
 
     def __neg__(self) -> "Values":
         return Values(-self.values)
+
+    def __invert__(self) -> "Values":
+        return Values(~self.values)
 
 
 class Scalar(int):
@@ -207,8 +217,8 @@ class Barrier:
 class Language:
     """`gl` and `tl` of a program; layouts are what they are in Gluon."""
 
-    def __init__(self, number: int, programs: int) -> None:
-        self.number, self.programs = number, programs
+    def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        self.numbers, self.sizes = numbers, sizes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name) if hasattr(gl, name) else getattr(tl, name)
@@ -218,11 +228,11 @@ class Language:
     def static_assert(self, fact: bool) -> None:
         assert fact
 
-    def program_id(self, _axis: int) -> Scalar:
-        return Scalar(self.number)
+    def program_id(self, axis: int) -> Scalar:
+        return Scalar(self.numbers[axis])
 
-    def num_programs(self, _axis: int) -> Scalar:
-        return Scalar(self.programs)
+    def num_programs(self, axis: int) -> Scalar:
+        return Scalar(self.sizes[axis])
 
     def arange(self, begin: int, end: int, layout: Any = None) -> Values:
         return Values(torch.arange(begin, end, dtype=torch.int32))
@@ -235,7 +245,9 @@ class Language:
         inside = torch.as_tensor(True if mask is None else raw(mask)).expand(places.shape)
         found = torch.full(places.shape, POISON[pointers.memory.dtype] if other is None else other)
         found = found.to(pointers.memory.dtype).masked_scatter(inside, pointers.memory[places[inside]])
-        return Values(found) if found.ndim else Scalar(found.item())
+        if found.ndim:
+            return Values(found)
+        return float(found) if found.dtype.is_floating_point else Scalar(found.item())
 
     def store(self, pointers: Pointers, values: Values, mask: Values | None = None) -> None:
         inside = torch.tensor(True) if mask is None else mask.values
@@ -256,17 +268,27 @@ class Language:
             return Pointers(both, torch.where(condition.values, one.places, other.places + behind))
         given = [value.values for value in (one, other) if isinstance(value, Values)]
         found = torch.where(condition.values, raw(one), raw(other))
-        return Values(found.to(given[0].dtype if given else torch.int32))
+        whole = not isinstance(one, float) and not isinstance(other, float)
+        return Values(found.to(given[0].dtype if given else torch.int32 if whole else torch.float32))
 
     def maximum(self, one: Any, other: Any) -> Any:
-        return Values(one.values.clamp(min=other)) if isinstance(one, Values) else Scalar(max(one, other))
+        return Values(one.values.clamp(min=raw(other))) if isinstance(one, Values) else Scalar(max(one, other))
 
     def minimum(self, one: Any, other: Any) -> Any:
-        return Values(one.values.clamp(max=other)) if isinstance(one, Values) else Scalar(min(one, other))
+        return Values(one.values.clamp(max=raw(other))) if isinstance(one, Values) else Scalar(min(one, other))
 
     def max(self, values: Values, axis: int) -> Any:
         largest = values.values.amax(axis)
         return Values(largest) if largest.ndim else Scalar(largest.item())
+
+    def sum(self, values: Values, axis: int) -> Values:
+        return Values(values.values.sum(axis, dtype=values.values.dtype))
+
+    def broadcast(self, one: Values, other: Values) -> list[Values]:
+        return [Values(both) for both in torch.broadcast_tensors(one.values, other.values)]
+
+    def to_tensor(self, value: int) -> Scalar:
+        return Scalar(value)
 
     def abs(self, values: Values) -> Values:
         return Values(values.values.abs())
@@ -275,6 +297,14 @@ class Language:
         """Run PTX of bitwise instructions on words, or one on pairs of fp16; without operands, none."""
         if not given:
             return None
+        if text.startswith("mov"):  # of the bytes of a word, and given it four times
+            words = given[0].values[..., 0, 0].contiguous()
+            return Values(words.view(torch.int8).view(*words.shape, 2, 2))
+        if text.startswith("popc"):
+            bits = torch.arange(32, device="cpu")
+            return Values((given[0].values[..., None] >> bits & 1).sum(-1).int())
+        if text.startswith("prmt"):
+            return Values(_permuted(*torch.broadcast_tensors(*(one.values for one in given))))
         if "f16x2" in text:
             return Values(_of_halves(text, torch.broadcast_tensors(*(one.values for one in given))))
         words = given[0].values.view(torch.int32)
@@ -353,6 +383,14 @@ def _executed(text: str, words: torch.Tensor, results: int) -> list[torch.Tensor
     return [torch.where(one >= 1 << 31, one - (1 << 32), one).int() for one in found]
 
 
+def _permuted(first: torch.Tensor, second: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Return as bytes of a word those of two words with the numbers in the four lowest hexadecimal digits."""
+    each = torch.stack((first, second), -1).view(torch.uint8)
+    digits = numbers[..., None] >> torch.arange(0, 16, 4, device="cpu") & 15
+    assert not (digits > 7).any(), "this would repeat a sign"
+    return each.gather(-1, digits.long()).view(torch.int32)[..., 0]
+
+
 def _of_halves(text: str, given: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the pairs of fp16 that an instruction computes, int32, each rounded once."""
     name = re.search(r"(\w+)\.rn\.f16x2", text)[1]  # type: ignore[index]
@@ -368,7 +406,7 @@ def _begin(barrier: Barrier, count: int) -> None:
 
 
 def _copy(shared: Shared, pointers: Pointers, mask: Values | None = None) -> None:
-    shared.store(Language(0, 1).load(pointers, mask, 0))
+    shared.store(Language((0,), (1,)).load(pointers, mask, 0))
 
 
 def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shared: Shared) -> None:
@@ -383,6 +421,10 @@ def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shar
 def _products(left: Values, right: Shared, sums: Values, use_acc: bool = True, **_options: Any) -> Values:
     product = left.values.float() @ right.values.float()
     return Values(sums.values + product if use_acc else product)
+
+
+def _exact_products(left: Values, right: Values, sums: Values) -> Values:
+    return Values(sums.values + (left.values.double() @ right.values.double()).to(sums.values.dtype))
 
 
 MBARRIER = SimpleNamespace(
@@ -400,5 +442,5 @@ TMA = SimpleNamespace(async_copy_global_to_shared=_described_copy)
 REPLACED = [
     (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.tma, TMA), (hopper.warpgroup_mma, _products),
     (hopper.warpgroup_mma_wait, lambda _pending, deps: deps[0] if len(deps) == 1 else deps),
-    (hopper.fence_async_shared, lambda: None),
+    (hopper.fence_async_shared, lambda: None), (ampere.mma_v2, _exact_products),
 ]  # fmt: skip

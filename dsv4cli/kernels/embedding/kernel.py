@@ -4,7 +4,8 @@ import torch
 import triton.language as tl
 
 from dsv4cli.kernels.ggml.kernel.fields import blocks, tile_rows
-from dsv4cli.kernels.ggml.kernel.octets import blocks_of, octet_values
+from dsv4cli.kernels.ggml.kernel.octet_values import octet_values
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.stored_matrix import StoredMatrix

@@ -19,7 +19,8 @@ from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.experts.kernel.sort_by_expert import group
 from dsv4cli.kernels.formats import FP8_BLOCK
 from dsv4cli.kernels.gemm.kernel.ggml import TILE_OCTETS, TILE_ROWS, TILE_WARPS, splits, suits_few
-from dsv4cli.kernels.ggml.kernel.octets import blocks_of
+from dsv4cli.kernels.ggml import int8
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of, has_codes
 from dsv4cli.kernels.ggml.kernel.products import ROWS, few_products, many_products, operand_rows, operand_tokens
 from dsv4cli.kernels.launch import cdiv, launched
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
@@ -42,8 +43,33 @@ def takes(weights: "ExpertWeights") -> bool:
     return any(matrix.block_type is not None for matrix in weights.matrices)
 
 
+def takes_int8(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights | None" = None) -> bool:
+    """Return whether these tokens are multiplied on int8 tensor cores, by the shared expert, too, if it is given."""
+    inner, given = weights.w1.weight.shape[-2], (weights,) if shared is None else (weights, shared)
+    alike = all(one.w1.block_type == one.w3.block_type and one.w1.weight.shape[-2] == inner for one in given)
+    kinds = [matrix.block_type for one in given for matrix in one.matrices]
+    coded = all(kind is not None and has_codes(kind) for kind in kinds)
+    return coded and alike and int8.takes(x, x.shape[1]) and int8.takes(x, inner)
+
+
+def mixed_outputs(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights",
+    experts: torch.Tensor,
+    routing: torch.Tensor,
+    limit: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output of each of a token's experts [T * k, D], and of the shared one [T, D], if `takes_int8`."""
+    from dsv4cli.kernels.experts.kernel import ggml_int8  # needs Gluon
+
+    tiles = tiles_of(experts, weights)
+    found = ggml_int8.outputs(rows(x), weights, shared, tiles, routing.contiguous(), limit)
+    return found[: experts.numel()], found[experts.numel() :]
+
+
 @dataclass(frozen=True)
-class _Tiles:
+class Tiles:
     """Pairs cut into tiles of one expert, as `sort_by_expert.Groups` has them.
 
     Attributes:
@@ -71,29 +97,33 @@ def routed_outputs(
     """Return the output of each of a token's experts: [T * k, D] in x's dtype. Arguments: as of `routed_experts`."""
     if ggml_hopper.suits(x, weights, experts.numel()):
         return ggml_hopper.routed_outputs(rows(x), weights, experts, routing, limit, round_inputs)
+    if takes_int8(x, weights):
+        from dsv4cli.kernels.experts.kernel import ggml_int8  # needs Gluon
+
+        return ggml_int8.outputs(rows(x), weights, None, tiles_of(experts, weights), routing.contiguous(), limit)
     given = fp8_round(x, FP8_BLOCK) if round_inputs else rows(x)
     pairs, width = experts.numel(), x.shape[1]
     outputs = x.new_empty(pairs, width)
     if not pairs:
         return outputs
-    tiles = _tiles(experts, weights)
+    tiles = tiles_of(experts, weights)
     inner = _up(given, weights, tiles, routing.contiguous(), limit)
     inner = fp8_round(inner, FP8_BLOCK) if round_inputs else inner
     _down(inner, weights, tiles, outputs)
     return outputs
 
 
-def _tiles(experts: torch.Tensor, weights: "ExpertWeights") -> _Tiles:
+def tiles_of(experts: torch.Tensor, weights: "ExpertWeights") -> Tiles:
     (tokens, _), pairs, count = experts.shape, experts.numel(), weights.count
     if tokens == 1:
         chosen = experts.flatten()
-        return _Tiles(pairs, 1, chosen if weights.rows is None else weights.rows[chosen])
+        return Tiles(pairs, 1, chosen if weights.rows is None else weights.rows[chosen])
     size = next((size for load, size in SIZES.items() if pairs <= load * count), MOST)
     groups = group(experts, weights.rows, count, size)
-    return _Tiles(len(groups.rows), size, groups.row, groups.order, groups.start, groups.rows)
+    return Tiles(len(groups.rows), size, groups.row, groups.order, groups.start, groups.rows)
 
 
-def _up(x: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, routing: torch.Tensor, limit: float) -> torch.Tensor:
+def _up(x: torch.Tensor, weights: "ExpertWeights", tiles: Tiles, routing: torch.Tensor, limit: float) -> torch.Tensor:
     """Return the gated product of w1 and w3, times the routing weight: [P, I] in the order of positions."""
     w1, w3, count = blocks_of(weights.w1), blocks_of(weights.w3), weights.w1.weight.shape[-2]
     inner = x.new_empty(routing.numel(), count)
@@ -106,7 +136,7 @@ def _up(x: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, routing: torch
     return inner
 
 
-def _down(inner: torch.Tensor, weights: "ExpertWeights", tiles: _Tiles, outputs: torch.Tensor) -> None:
+def _down(inner: torch.Tensor, weights: "ExpertWeights", tiles: Tiles, outputs: torch.Tensor) -> None:
     w2, count = blocks_of(weights.w2), outputs.shape[1]
     shape = _shape(inner, tiles.size, w2.kind)
     _down_kernel[(cdiv(count, shape.rows), tiles.number)](

@@ -13,6 +13,7 @@ import triton.language as tl
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm.kernel import ggml_fp16
 from dsv4cli.kernels.gemm.kernel.dequant import one_of
+from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, has_codes
 from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
 from dsv4cli.kernels.launch import cdiv, launched
@@ -57,7 +58,11 @@ def _multiply(x: torch.Tensor, matrices: Sequence[StoredMatrix], dtypes: Sequenc
         blocks = blocks_of(matrix)
         alike[blocks.kind, blocks.height].append((blocks, y))
     for (kind, _), pairs in alike.items():
-        if suits_few(x, kind) and tokens <= FEW:
+        if suits_few(x, kind) and int8.takes(x, width):
+            from dsv4cli.kernels.gemm.kernel import ggml_int8  # needs Gluon
+
+            ggml_int8.multiply(x, kind, pairs)
+        elif suits_few(x, kind) and tokens <= FEW:
             _multiply_few(x, kind, pairs)
         elif ggml_fp16.takes(x):
             ggml_fp16.multiply(x, pairs)

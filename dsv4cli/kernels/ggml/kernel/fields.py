@@ -151,7 +151,11 @@ def _of_small_block(rows, b, lane, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEI
     if KIND == "MXFP4":
         tile, place = rows
         at = b * HEIGHT + place
-        scale = u16(tile + at // 2 * 2, ALIGN) >> at % 2 * 8 & 0xFF if ALIGN >= 2 else tl.load(first).to(tl.int32)
+        scale = (
+            u16(tile + at // 2 * 2, ALIGN) >> (at % 2).to(tl.int32) * 8 & 0xFF
+            if ALIGN >= 2
+            else tl.load(first).to(tl.int32)
+        )
     else:
         scale = u16(first, ALIGN)
     if KIND == "Q8_0":

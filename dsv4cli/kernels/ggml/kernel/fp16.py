@@ -14,7 +14,8 @@ import triton.language as tl
 from triton import constexpr_function
 
 from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks, field_of, tile_rows, u16
-from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, from_half, has_codes, has_offset, octet_values
+from dsv4cli.kernels.ggml.kernel.octet_values import octet_values
+from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, from_half, has_codes, has_offset
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 

@@ -8,6 +8,7 @@ the sign in the highest bit. Types with a bias have no signs.
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,15 +16,7 @@ from triton import constexpr_function
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.ggml import tables
-from dsv4cli.kernels.ggml.kernel.fields import (
-    alignment,
-    blocks,
-    field_size,
-    octets_per_block,
-    stored_words,
-    u16,
-    u32,
-)
+from dsv4cli.kernels.ggml.kernel.fields import alignment, blocks
 from dsv4cli.kernels.ggml.types import DECODED
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
@@ -80,6 +73,7 @@ def blocks_of(matrix: StoredMatrix, device: torch.device | None = None) -> Kerne
 def forget_tables() -> None:
     """Drop the tables that are cached for each device."""
     _table_of.cache_clear()
+    packed_codebook.cache_clear()
 
 
 @cache
@@ -91,6 +85,13 @@ def _table_of(kind: str, device: str) -> torch.Tensor | None:
         pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
         return pairs.to(torch.int8).view(torch.int16).flatten().to(device)
     return None
+
+
+@cache
+def packed_codebook(kind: str, device: str) -> torch.Tensor:
+    """Return a codebook's entries as `tables` has them, int16: magnitudes by 2 bits each, or 4."""
+    entries = np.frombuffer(bytes.fromhex(tables.GRIDS[kind][0]), np.int16)
+    return torch.from_numpy(entries.copy()).to(device)
 
 
 def _codebook(kind: str) -> torch.Tensor:
@@ -131,9 +132,33 @@ def has_halves(kind):
 
 
 @constexpr_function
+def has_one_scale(kind):
+    """Return whether the codes of a block share one scale, as do its offsets."""
+    return kind in ("Q2_K", "Q3_K")
+
+
+@constexpr_function
 def has_codes(kind):
     """Return whether a type has codes that fit a byte."""
     return kind not in ("F16", "BF16", "F32")
+
+
+@constexpr_function
+def has_codebook(kind):
+    """Return whether a type's codes are indices of a codebook."""
+    return kind in _WORDS
+
+
+@constexpr_function
+def has_table(kind):
+    """Return whether a type's codes are indices of a table of 16 values."""
+    return kind in _TABLES
+
+
+@constexpr_function
+def has_steps(kind):
+    """Return whether groups of a block, or halves of them, have an integer each that multiplies the block's scale."""
+    return kind in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *EVEN, "IQ2_S", "IQ3_S")
 
 
 @constexpr_function
@@ -184,168 +209,146 @@ def decoded(words, group, lane, table, KIND: tl.constexpr):
         words: as `stored_words` returns them for this group and lane.
         table: as of `KernelBlocks`.
     """
-    offset, offset_scale = 0, 0.0
-    if KIND == "Q2_K" or KIND == "Q4_K" or KIND == "Q5_K":
-        codes, scale, offset, offset_scale = _with_offset(words, group, KIND)
-    elif KIND == "Q3_K" or KIND == "Q6_K":
-        codes, scale = _of_k_words(words, group, KIND)
-    elif KIND == "Q8_0" or KIND == "Q4_0" or KIND == "Q5_0" or KIND == "IQ4_NL" or KIND == "MXFP4":
-        codes, scale = _of_small_words(words, lane, table, KIND)
-    elif KIND == "IQ4_XS":
-        steps = (words[2] >> group % 2 * 4) & 15 | ((words[1] >> group % 4 * 2) & 3) << 4
-        shift, scale = lane // 2 * 4, from_half(words[0]) * numbers(steps, 32)
-        low, high = words[3] >> shift & 0x0F0F0F0F, words[4] >> shift & 0x0F0F0F0F
-        codes = _signed(_looked_up(table, low), _looked_up(table, high))
+    if has_codebook(KIND):
+        first, second, signs = codebook_indices(words, lane, KIND)
+        low, high = _entries(table, first, second, KIND)
+        flips = tl.load(table + _codebook_words(KIND) + signs)
+        a, b, c, d = _paired(low, high)
+        codes = a | flips & _SIGNS, b | flips << 1 & _SIGNS, c | flips << 2 & _SIGNS, d | flips << 3 & _SIGNS
     else:
-        codes, scale = _from_codebook(words, group, lane, table, KIND)
+        low, high = code_bytes(words, group, lane, table, KIND)
+        codes = _signed(low, high) if has_table(KIND) else _paired(low, high)
+    step, offset = steps(words, group, lane, KIND)
+    scale, offset_scale = block_scales(words, KIND)
+    if has_steps(KIND):
+        scale *= numbers(step & 0xFF ^ 0x80, 128) if KIND == "Q6_K" or KIND == "IQ4_XS" else numbers(step)
     return codes, scale, offset, offset_scale
 
 
 @triton.jit
-def _of_small_words(words, lane, table, KIND: tl.constexpr):
-    """Return codes and scales of the types with blocks of 32 columns."""
-    low, high = words[1], words[2]
+def block_scales(words, KIND: tl.constexpr):
+    """Return the scale of a block, and that of its offsets; 0 where the type has none."""
+    offset_scale = 0.0
     if KIND == "MXFP4":
         # half of e8m0: 2 ** (exponent - 128)
         bits = tl.where(words[0] > 1, (words[0] - 1) << 23, 0x200000 << tl.minimum(words[0], 1))
         scale = bits.to(tl.float32, bitcast=True)
+    elif KIND == "Q2_K":
+        scale, offset_scale = from_half(words[3]), from_half(words[4])
+    elif KIND == "Q4_K" or KIND == "Q5_K":
+        scale, offset_scale = from_half(words[0]), from_half(words[1])
+    elif KIND == "Q3_K":
+        scale = -from_half(words[6])
+    elif KIND == "Q6_K":
+        scale = from_half(words[5])
+    elif KIND == "IQ2_XXS" or KIND == "IQ2_XS" or KIND == "IQ2_S":
+        scale = from_half(words[0]) * 0.125
+    elif KIND == "IQ3_XXS":
+        scale = from_half(words[0]) * 0.25
     else:
         scale = from_half(words[0])
-    if KIND == "Q8_0":
-        low, high = low ^ _HIGHEST, high ^ _HIGHEST
-    else:
-        shift = lane // 2 * 4
-        low, high = low >> shift & 0x0F0F0F0F, high >> shift & 0x0F0F0F0F
-        if KIND == "Q5_0":
-            low |= ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4
-            high |= ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4
-    if KIND == "IQ4_NL" or KIND == "MXFP4":
-        codes = _signed(_looked_up(table, low), _looked_up(table, high))
-    else:
-        codes = _paired(low, high)
-    return codes, scale
+    return scale, offset_scale
 
 
 @triton.jit
-def _with_offset(words, group, KIND: tl.constexpr):
-    """Return what `decoded` returns, of the types with offsets."""
+def steps(words, group, lane, KIND: tl.constexpr):
+    """Return the integer that multiplies a block's scale for these columns, and the one that multiplies its offset's.
+
+    1 and 0 where the type has none.
+    """
+    step, offset = 1, 0
     if KIND == "Q2_K":
-        # codes of up to 45: the lower scale multiplies the four codes of a word
-        step, shift = words[0] & 15, group % 4 * 2
-        low, high = (words[1] >> shift & 0x03030303) * step, (words[2] >> shift & 0x03030303) * step
-        scale, offset, offset_scale = from_half(words[3]), words[0] >> 4, from_half(words[4])
-    else:
+        # the lower scale is a factor of the codes
+        offset = words[0] >> 4
+    elif KIND == "Q4_K" or KIND == "Q5_K":
         # twelve bytes pack six bits of the lower scale and of the offset of each of eight groups
         step, offset, rest = words[2], words[3], words[4]
         step = tl.where(group < 4, step & 63, rest & 15 | step >> 2 & 48)
         offset = tl.where(group < 4, offset & 63, rest >> 4 | offset >> 2 & 48)
-        scale, offset_scale = from_half(words[0]) * numbers(step), from_half(words[1])
+    elif KIND == "Q6_K":
+        step = (words[4] ^ 0x80) - 128
+    elif KIND == "IQ4_XS":
+        step = ((words[2] >> group % 2 * 4) & 15 | ((words[1] >> group % 4 * 2) & 3) << 4) - 32
+    elif KIND == "IQ2_XXS" or KIND == "IQ3_XXS":
+        step = words[2] >> 27 & 30 | 1
+    elif KIND == "IQ2_XS":
+        step = (words[2] >> lane // 2 * 4 & 15) * 2 + 1
+    elif KIND == "IQ2_S":
+        step = (words[4] >> lane // 2 * 4 & 15) * 2 + 1
+    elif KIND == "IQ3_S":
+        step = (words[4] >> group % 2 * 4 & 15) * 2 + 1
+    return step, offset
+
+
+@triton.jit
+def code_bytes(words, group, lane, table, KIND: tl.constexpr):
+    """Return the codes of octets of types without a codebook as the bytes of two words.
+
+    Codes from a table are int8, others unsigned.
+    """
+    if KIND == "Q2_K":
+        # codes of up to 45: the lower scale multiplies the four codes of a word
+        step, shift = words[0] & 15, group % 4 * 2
+        low, high = (words[1] >> shift & 0x03030303) * step, (words[2] >> shift & 0x03030303) * step
+    elif KIND == "Q4_K" or KIND == "Q5_K":
         shift = group % 2 * 4
         low, high = words[5] >> shift & 0x0F0F0F0F, words[6] >> shift & 0x0F0F0F0F
         if KIND == "Q5_K":
             low, high = low | (words[7] >> group & _LOWEST) << 4, high | (words[8] >> group & _LOWEST) << 4
-    return _paired(low, high), scale, offset, offset_scale
-
-
-@triton.jit
-def _of_k_words(words, group, KIND: tl.constexpr):
-    """Return codes and scales of Q3_K and Q6_K."""
-    field = group % 4 * 2
-    if KIND == "Q3_K":
+    elif KIND == "Q3_K":
         # the lower scale times a code, -128 to 124, plus 128: in four bytes at once, without carries between them
         step = ((words[4] >> group // 4 * 4) & 15 | ((words[5] >> group // 2 * 2) & 3) << 4) - 32
-        low = words[2] >> field & 0x03030303 | (words[0] >> group & _LOWEST) << 2
-        high = words[3] >> field & 0x03030303 | (words[1] >> group & _LOWEST) << 2
+        low = words[2] >> group % 4 * 2 & 0x03030303 | (words[0] >> group & _LOWEST) << 2
+        high = words[3] >> group % 4 * 2 & 0x03030303 | (words[1] >> group & _LOWEST) << 2
         zero = (128 + 4 * step) * _LOWEST
-        low, high, scale = zero - low * step, zero - high * step, -from_half(words[6])
-    else:
-        scale, shift = from_half(words[5]) * numbers(words[4] ^ 0x80, 128), group // 2 % 2 * 4
+        low, high = zero - low * step, zero - high * step
+    elif KIND == "Q6_K":
+        shift, field = group // 2 % 2 * 4, group % 4 * 2
         low = words[0] >> shift & 0x0F0F0F0F | (words[2] >> field & 0x03030303) << 4
         high = words[1] >> shift & 0x0F0F0F0F | (words[3] >> field & 0x03030303) << 4
-    return _paired(low, high), scale
+    elif KIND == "Q8_0":
+        low, high = words[1] ^ _HIGHEST, words[2] ^ _HIGHEST
+    else:
+        shift, first = lane // 2 * 4, 3 if KIND == "IQ4_XS" else 1
+        low, high = words[first] >> shift & 0x0F0F0F0F, words[first + 1] >> shift & 0x0F0F0F0F
+        if KIND == "Q5_0":
+            low |= ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4
+            high |= ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4
+    if has_table(KIND):
+        low, high = _looked_up(table, low), _looked_up(table, high)
+    return low, high
 
 
 @triton.jit
-def _from_codebook(words, group, lane, table, KIND: tl.constexpr):
-    """Return codes and scales of the types with a codebook."""
+def codebook_indices(words, lane, KIND: tl.constexpr):
+    """Return the indices of octets of types with a codebook: of one entry or two, and of their signs.
+
+    The last has a bit for each column, except the eighth if the signs are even.
+    """
+    second = 0
     if KIND == "IQ3_XXS" or KIND == "IQ3_S":
         first, second = words[1] & 255, words[1] >> 8
         if KIND == "IQ3_XXS":
-            signs, steps = words[2] >> lane * 7 & 127, (numbers(words[2] >> 28 & 15) + 0.5) * 0.5
+            signs = words[2] >> lane * 7 & 127
         else:
             ninth, signs = words[2] >> lane * 2, words[3]
             first, second = first | (ninth & 1) << 8, second | (ninth & 2) << 7
-            steps = numbers((words[4] >> group % 2 * 4) & 15) * 2.0 + 1.0
+    elif KIND == "IQ2_XXS":
+        first, signs = words[1] >> lane * 8 & 255, words[2] >> lane * 7 & 127
+    elif KIND == "IQ2_XS":
+        first, signs = words[1] & 511, words[1] >> 9
+    else:
+        first, signs = words[1] | (words[3] >> lane * 2 & 3) << 8, words[2]
+    return first, second, signs
+
+
+@triton.jit
+def _entries(table, first, second, KIND: tl.constexpr):
+    """Return magnitudes of octets as the bytes of two words."""
+    if KIND == "IQ3_XXS" or KIND == "IQ3_S":
         low, high = tl.load(table + first), tl.load(table + second)
     else:
-        if KIND == "IQ2_XXS":
-            index, signs = words[1] >> lane * 8 & 255, words[2] >> lane * 7 & 127
-            steps = (numbers(words[2] >> 28 & 15) + 0.5) * 0.25
-        else:
-            index, signs, packed = words[1] & 511, words[1] >> 9, words[2]
-            if KIND == "IQ2_S":
-                index, signs, packed = words[1] | (words[3] >> lane * 2 & 3) << 8, words[2], words[4]
-            steps = (numbers(packed >> lane // 2 * 4 & 15) + 0.5) * 0.25
         # an entry is loaded at once, and not as four words of codes: these loads limit the kernels
-        both = tl.load((table + index * 2).to(tl.pointer_type(tl.int64), bitcast=True))
+        both = tl.load((table + first * 2).to(tl.pointer_type(tl.int64), bitcast=True))
         low, high = both.to(tl.int32), (both >> 32).to(tl.int32)
-    SIGNS: tl.constexpr = _codebook_words(KIND)
-    flips = tl.load(table + SIGNS + signs)
-    a, b, c, d = _paired(low, high)
-    codes = a | flips & _SIGNS, b | flips << 1 & _SIGNS, c | flips << 2 & _SIGNS, d | flips << 3 & _SIGNS
-    return codes, from_half(words[0]) * steps
-
-
-@triton.jit
-def _eight(codes):
-    """Return the eight halves of four words, in the order of the columns: int32 [R, O] -> [R, O, 8]."""
-    even, odd = tl.join(codes[0], codes[2]), tl.join(codes[1], codes[3])
-    even, odd = tl.join(even & 0xFFFF, even >> 16 & 0xFFFF), tl.join(odd & 0xFFFF, odd >> 16 & 0xFFFF)
-    return tl.reshape(tl.join(even, odd), (codes[0].shape[0], codes[0].shape[1], 8))
-
-
-@triton.jit
-def _number(row, at, i: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Return number i of F16, BF16 or F32 as fp32."""
-    if KIND == "F16":
-        found = from_half(u16(row + at + 2 * i, ALIGN))
-    elif KIND == "BF16":
-        found = (u16(row + at + 2 * i, ALIGN) << 16).to(tl.float32, bitcast=True)
-    else:
-        found = u32(row + at + 4 * i, ALIGN).to(tl.float32, bitcast=True)
-    return found
-
-
-@triton.jit
-def _fours(row, at, i: tl.constexpr, KIND: tl.constexpr, ALIGN: tl.constexpr):
-    """Return numbers i, i + 2, i + 4 and i + 6 of F16, BF16 or F32: fp32 [R, O, 2, 2]."""
-    first = tl.join(_number(row, at, i, KIND, ALIGN), _number(row, at, i + 4, KIND, ALIGN))
-    return tl.join(first, tl.join(_number(row, at, i + 2, KIND, ALIGN), _number(row, at, i + 6, KIND, ALIGN)))
-
-
-@triton.jit
-def octet_values(rows, octet, table, KIND: tl.constexpr, BLOCKS: tl.constexpr, HEIGHT: tl.constexpr):
-    """Return the values of octets, fp32 [R, O, 8].
-
-    rows: [R, 1], as of `tile_rows`. octet: int32 [1, O], the octets' numbers in the rows.
-    """
-    if not has_codes(KIND):
-        tl.static_assert(HEIGHT == 1)
-        row, _ = rows
-        ALIGN: tl.constexpr = alignment(KIND, BLOCKS, HEIGHT)
-        at = octet * (8 * field_size(KIND, 0))
-        each = tl.join(_fours(row, at, 0, KIND, ALIGN), _fours(row, at, 1, KIND, ALIGN))
-        values = tl.reshape(each, (row.shape[0], octet.shape[1], 8))
-    else:
-        GROUPS: tl.constexpr = octets_per_block(KIND) // 4
-        b, group, lane = octet // 4 // GROUPS, octet // 4 % GROUPS, octet % 4
-        words = stored_words(rows, b, group, lane, KIND, BLOCKS, HEIGHT)
-        codes, scale, offset, offset_scale = decoded(words, group, lane, table, KIND)
-        halves = _eight(codes)
-        values = numbers(halves & 0xFF, bias(KIND)) * scale[:, :, None]
-        if has_offset(KIND):
-            values -= (numbers(offset) * offset_scale)[:, :, None]
-        elif not bias(KIND):
-            flips = (halves & 0x8000) << 16
-            values = (values.to(tl.int32, bitcast=True) ^ flips).to(tl.float32, bitcast=True)
-    return values
+    return low, high

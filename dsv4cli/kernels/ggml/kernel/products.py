@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 
 from dsv4cli.kernels.ggml.kernel.fields import blocks, octets_per_block, stored_words, tile_rows
-from dsv4cli.kernels.ggml.kernel.octets import bias, decoded, has_halves, has_offset, minus_bias, octet_values
+from dsv4cli.kernels.ggml.kernel.octet_values import octet_values
+from dsv4cli.kernels.ggml.kernel.octets import bias, decoded, has_halves, has_offset, minus_bias
 from dsv4cli.kernels.pdl import wait_for_inputs
 
 # columns whose sums have one scale, and rows of the operand

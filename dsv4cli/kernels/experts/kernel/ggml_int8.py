@@ -1,0 +1,231 @@
+"""Experts of one token or two over GGUF blocks on int8 tensor cores, with the shared expert in the same launches.
+
+A program computes eight rows of w1 and the same of w3, or 16 of w2, for a tile: one pair of a token and an expert, or
+the two of both tokens. The shared expert's programs come first: they load weights before the router has finished.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
+from dsv4cli.kernels.ggml import int8
+from dsv4cli.kernels.ggml.int8 import ROWS
+from dsv4cli.kernels.ggml.kernel.fields import tile_rows
+from dsv4cli.kernels.ggml.kernel.int8 import operand_half, operand_rows, products
+from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
+from dsv4cli.kernels.ggml.kernel.octets import blocks_of
+from dsv4cli.kernels.gluon_barriers import wait_for_inputs
+from dsv4cli.kernels.gluon_launch import gluon_launched
+from dsv4cli.kernels.launch import cdiv
+from dsv4cli.kernels.pdl import overlap
+from dsv4cli.kernels.stored_matrix import StoredMatrix
+
+if TYPE_CHECKING:
+    from dsv4cli.kernels.experts import ExpertWeights
+    from dsv4cli.kernels.experts.kernel.ggml import Tiles
+
+# rows of w1, and of w3, that a program computes
+HALF = ROWS // 2
+
+
+def outputs(
+    x: torch.Tensor,
+    weights: "ExpertWeights",
+    shared: "ExpertWeights | None",
+    tiles: "Tiles",
+    routing: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    """Return the output of each pair, and of the shared expert for each token: [P (+ T), D] in x's dtype."""
+    (tokens, hidden), width, pairs = x.shape, weights.w1.weight.shape[-2], routing.numel()
+    extra = 0 if shared is None else 1
+    inner = x.new_empty(pairs + extra * tokens, width)
+    found = x.new_empty(len(inner), hidden)
+    own = weights if shared is None else shared
+    given = tiles.row, tiles.order, tiles.start, tiles.sizes
+    shape = tokens, routing.shape[1], extra
+    # as for one token: the order of its sums must not depend on the other
+    up, up_warps = _matrix(weights.w1), int8.shape(hidden, cdiv(width, HALF) * (routing.shape[1] + 1))
+    _up[(cdiv(width, HALF), tiles.number + extra)](
+        x, up[0], blocks_of(weights.w3).rows, *up[1:], *_matrix(own.w1)[:1], blocks_of(own.w3).rows,
+        *_matrix(own.w1)[1:], *given, routing, limit, inner, x.stride(0), width, hidden, *shape, *up_warps,
+        num_warps=up_warps[0], **overlap(x),
+    )  # fmt: skip
+    warps = int8.shape(width, cdiv(hidden, ROWS) * (routing.shape[1] + 1))
+    _down[(cdiv(hidden, ROWS), tiles.number + extra)](
+        inner, *_matrix(weights.w2), *_matrix(own.w2), *given, found, hidden, width, *shape, *warps,
+        num_warps=warps[0], **overlap(x),
+    )  # fmt: skip
+    return found
+
+
+def _matrix(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor | None, str, int]:
+    blocks = blocks_of(matrix)
+    return blocks.rows, table_of(blocks), blocks.kind, blocks.height
+
+
+@gluon.jit
+def _pair(order, position):
+    """Return the pair at a position."""
+    pair = position
+    if order is not None:
+        pair = gl.load(order + position, cache_modifier=".cg")
+    return pair
+
+
+@gluon.jit
+def _tile(number, rows, order, starts, sizes):
+    """Return a tile's row in the stacks, its first position, and its number of pairs."""
+    start, size = number, gl.to_tensor(1)
+    if order is not None:
+        start, size = gl.load(starts + number, cache_modifier=".cg"), gl.load(sizes + number, cache_modifier=".cg")
+    return gl.load(rows + number, cache_modifier=".cg").to(gl.int64), start, size
+
+
+@gluon.jit
+def _of_tokens(values, layout: gl.constexpr):
+    """Return a number for each of two tokens, [1, 2]; the same twice if there is one."""
+    token = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, layout)), 0)
+    return gl.where(token == 0, values[0], values[len(values) - 1])
+
+
+@gluon.jit
+def _store(values, to, begins, first, N: gl.constexpr, size):
+    """Store values [R, 2] of rows from `first` on. begins: for each token, where its row begins."""
+    held: gl.constexpr = values.type.layout
+    row = first + gl.expand_dims(gl.arange(0, values.shape[0], gl.SliceLayout(1, held)), 1)
+    token = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, held)), 0)
+    place = to + (_of_tokens(begins, held) + row)
+    gl.store(place, values.to(to.dtype.element_ty), (row < N) & (token < size))
+
+
+@gluon.jit
+def _store_gated(
+    x, places, w1, w3, table, row, factors, limit, to, begins, first, size, N: gl.constexpr, K: gl.constexpr,
+    KIND: gl.constexpr, HEIGHT: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Store the gated product of rows of w1 and w3, times a factor for each token."""
+    tile, place = tile_rows(w1, row, K, KIND, HEIGHT)
+    other, _ = tile_rows(w3, row, K, KIND, HEIGHT)
+    rows = gl.where(operand_half(WARPS) == 0, tile, other), place
+    found = products(x, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+    gate, up = gl.split(gl.permute(gl.reshape(found, [2, 8, 2]), (1, 2, 0)))
+    dtype: gl.constexpr = to.dtype.element_ty
+    values = gated_values(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), limit)
+    held: gl.constexpr = values.type.layout
+    _store(values * _of_tokens(factors, held), to, begins, first, N, size)
+
+
+@gluon_launched
+def _up(
+    x,  # [T, K]
+    w1,  # blocks [E, N, K]
+    w3,
+    table,
+    KIND: gl.constexpr,
+    HEIGHT: gl.constexpr,  # rows of a tile of blocks
+    own_w1,  # of the shared expert [N, K]
+    own_w3,
+    own_table,
+    OWN_KIND: gl.constexpr,
+    OWN_HEIGHT: gl.constexpr,
+    tile_row,  # as of Tiles; the shared expert's tile precedes them
+    order,
+    tile_start,
+    tile_size,
+    routing,  # fp32 [T, PER_TOKEN]
+    limit,
+    inner,  # [P + T, N], by position
+    x_row,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    COUNT: gl.constexpr,  # tokens
+    PER_TOKEN: gl.constexpr,
+    SHARED: gl.constexpr,  # tiles of the shared expert
+    WARPS: gl.constexpr,
+    EACH: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 8
+    # eight rows of both matrices; missing ones repeat the last one
+    row = gl.minimum(first + operand_rows(WARPS) % 8, N - 1)
+    if number < 0:
+        places, begins, factors = (), (), ()
+        for token in gl.static_range(COUNT):
+            places += (gl.to_tensor(token).to(gl.int64) * x_row,)
+            begins += (gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64) * N,)
+            factors += (1.0,)
+        _store_gated(
+            x, places, own_w1, own_w3, own_table, row, factors, limit, inner, begins, first, COUNT, N, K, OWN_KIND,
+            OWN_HEIGHT, WARPS, EACH, OVERLAP,
+        )  # fmt: skip
+    else:
+        wait_for_inputs(OVERLAP)
+        expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
+        if size > 0:
+            places, begins, factors = (), (), ()
+            for column in gl.static_range(COUNT):
+                # missing pairs repeat the last one
+                position = start + gl.minimum(column, size - 1)
+                pair = _pair(order, position)
+                places += ((pair // PER_TOKEN).to(gl.int64) * x_row,)
+                begins += (position.to(gl.int64) * N,)
+                factors += (gl.load(routing + pair),)
+            _store_gated(
+                x, places, w1, w3, table, expert * N + row, factors, limit, inner, begins, first, size, N, K, KIND,
+                HEIGHT, WARPS, EACH, False,
+            )  # fmt: skip
+
+
+@gluon_launched
+def _down(
+    inner,  # [P + T, K], by position
+    w2,  # blocks [E, N, K]
+    table,
+    KIND: gl.constexpr,
+    HEIGHT: gl.constexpr,
+    own_w2,  # of the shared expert [N, K]
+    own_table,
+    OWN_KIND: gl.constexpr,
+    OWN_HEIGHT: gl.constexpr,
+    tile_row,  # written before the previous launch
+    order,
+    tile_start,
+    tile_size,
+    outputs,  # [P + T, N], by pair
+    N: gl.constexpr,
+    K: gl.constexpr,
+    COUNT: gl.constexpr,
+    PER_TOKEN: gl.constexpr,
+    SHARED: gl.constexpr,
+    WARPS: gl.constexpr,
+    EACH: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 16
+    row = gl.minimum(first + operand_rows(WARPS), N - 1)
+    if number < 0:
+        places, begins = (), ()
+        for token in gl.static_range(COUNT):
+            position = gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64)
+            places += (position * K,)
+            begins += (position * N,)
+        rows = tile_rows(own_w2, row, K, OWN_KIND, OWN_HEIGHT)
+        found = products(inner, places, rows, own_table, K, OWN_KIND, OWN_HEIGHT, WARPS, EACH, OVERLAP)
+        _store(found, outputs, begins, first, N, COUNT)
+    else:
+        expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
+        if size > 0:
+            places, begins = (), ()
+            for column in gl.static_range(COUNT):
+                position = start + gl.minimum(column, size - 1)
+                places += (position.to(gl.int64) * K,)
+                begins += (_pair(order, position).to(gl.int64) * N,)
+            rows = tile_rows(w2, expert * N + row, K, KIND, HEIGHT)
+            found = products(inner, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+            _store(found, outputs, begins, first, N, size)
+        else:
+            wait_for_inputs(OVERLAP)

@@ -1,0 +1,112 @@
+"""Decodes octets of GGUF blocks to int8, four codes of a word at a time, for Gluon kernels."""
+
+import torch
+import triton
+import triton.language as tl
+from triton import constexpr_function
+
+from dsv4cli.kernels.ggml import tables
+from dsv4cli.kernels.ggml.kernel.octets import (
+    EVEN,
+    KernelBlocks,
+    bias,
+    code_bytes,
+    codebook_indices,
+    has_codebook,
+    packed_codebook,
+)
+
+# a bit in each byte of a word, the highest one, and the factor that moves the four bits of a number to the lowest ones
+_LOWEST, _HIGHEST, _TO_LOWEST = tl.constexpr(0x01010101), tl.constexpr(-0x7F7F7F80), tl.constexpr(0x00204081)
+# the magnitudes of each codebook as bytes; where there are at most four, followed by their negatives
+MAGNITUDES = {
+    name: (*values, *(0,) * (4 - len(values)), *(-value & 255 for value in values), *(0,) * (4 - len(values)))
+    if len(values) < 4 else values
+    for name, (_, values, _) in tables.GRIDS.items()
+}  # fmt: skip
+
+
+@constexpr_function
+def _magnitudes(kind, half):
+    """Return four of a codebook's bytes as a word."""
+    word = sum(int(value) << 8 * place for place, value in enumerate(MAGNITUDES[kind][half * 4 : half * 4 + 4]))
+    return word - (1 << 32) if word >> 31 else word
+
+
+@constexpr_function
+def _has_even_signs(kind):
+    return kind in EVEN
+
+
+@constexpr_function
+def _has_entries_of_eight(kind):
+    return tables.GRIDS[kind][2] == 8
+
+
+def table_of(blocks: KernelBlocks) -> torch.Tensor | None:
+    """Return the table for `signed_codes`: of a codebook as of `packed_codebook`, otherwise the one of the blocks."""
+    return packed_codebook(blocks.kind, str(blocks.rows.device)) if has_codebook(blocks.kind) else blocks.table
+
+
+@triton.jit
+def signed_codes(words, group, lane, table, KIND: tl.constexpr):
+    """Return the codes of octets, minus the bias of the type, as int8, the bytes of two words.
+
+    Args:
+        words, group, lane: as of `octets.decoded`.
+        table: as of `table_of`.
+    """
+    if has_codebook(KIND):
+        low, high = _from_codebook(words, lane, table, KIND)
+    else:
+        low, high = code_bytes(words, group, lane, table, KIND)
+        if bias(KIND) == 128:
+            low, high = low ^ _HIGHEST, high ^ _HIGHEST
+        elif bias(KIND):
+            # without carries between the bytes
+            low = (low | _HIGHEST) - bias(KIND) * _LOWEST ^ _HIGHEST
+            high = (high | _HIGHEST) - bias(KIND) * _LOWEST ^ _HIGHEST
+    return low, high
+
+
+@triton.jit
+def _from_codebook(words, lane, table, KIND: tl.constexpr):
+    first, second, signs = codebook_indices(words, lane, KIND)
+    if _has_even_signs(KIND):
+        signs += _ones(signs) << 7  # bits above the eighth are ignored
+    if _has_entries_of_eight(KIND):
+        # a hexadecimal digit for each column: its magnitude's number in two bits, and then its sign
+        numbers = tl.load(table + first).to(tl.int32) & 0xFFFF
+        numbers = (numbers | numbers << 8) & 0x00FF00FF
+        numbers = (numbers | numbers << 4) & 0x0F0F0F0F
+        numbers = (numbers | numbers << 2) & 0x33333333
+        signs = signs * 0x1001 & 0x000F000F
+        signs = (signs | signs << 6) & 0x03030303
+        chosen = signs * 0x24 & 0x44444444 | numbers
+        low, high = _chosen(chosen, KIND), _chosen(chosen >> 16, KIND)
+    else:
+        low = _negated(_chosen(tl.load(table + first).to(tl.int32), KIND), signs & 15)
+        high = _negated(_chosen(tl.load(table + second).to(tl.int32), KIND), signs >> 4 & 15)
+    return low, high
+
+
+@triton.jit
+def _negated(codes, signs):
+    """Return four codes of 1 to 127, the bytes of a word, as int8, negative where a bit of `signs` is set."""
+    ones = signs * _TO_LOWEST & _LOWEST
+    return (codes ^ ones * 255) + ones
+
+
+@triton.jit
+def _ones(words):
+    """Return how many bits are set."""
+    return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [words], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _chosen(numbers, KIND: tl.constexpr):
+    """Return the magnitudes with the numbers in the four lowest hexadecimal digits, as bytes of a word."""
+    first, second = numbers & 0 | _magnitudes(KIND, 0), numbers & 0 | _magnitudes(KIND, 1)
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, numbers], dtype=tl.int32, is_pure=True, pack=1
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Products of one token or two with GGUF blocks on int8 tensor cores: in an interpreter of Gluon, and on a GPU."""
+
+import pytest
+import torch
+
+from dsv4cli.kernels import experts, gemm
+from dsv4cli.kernels.card import BLACKWELL, HOPPER
+from dsv4cli.kernels.experts import ExpertWeights
+from dsv4cli.kernels.experts.kernel import ggml as routed
+from dsv4cli.kernels.ggml import int8
+from dsv4cli.kernels.rows import exact_rows
+from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
+from tests.kernels.test_experts import assert_close, routes, slow_experts
+from tests.kernels.test_ggml_products import HOT, LIMIT, OTHERS, blocks, stacks, values_of
+from tests.support.slow import slow, slow_rows
+
+KINDS = [*HOT, "Q4_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K")))]
+# warps and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of them, one pass and several
+SHAPES = [(2, 8), *slow((4, 8), (4, 4), (8, 2), (1, 8))]
+
+
+@pytest.fixture
+def interpreted(triton_backend, monkeypatch):
+    """Run the kernels in an interpreter, with all that is computed on the host."""
+    if triton_backend != "interpreter":
+        pytest.skip("this interpreter runs on a CPU")
+    from dsv4cli.kernels.experts.kernel import ggml_int8 as of_experts
+    from dsv4cli.kernels.gemm.kernel import ggml_int8 as of_linears
+    from tests.support.gluon_interpreter import run
+
+    class Interpreted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return lambda *given, num_warps, OVERLAP: run(self.kernel, grid, *given, OVERLAP)
+
+    for module, name in ((of_linears, "_linears"), (of_experts, "_up"), (of_experts, "_down")):
+        monkeypatch.setattr(module, name, Interpreted(getattr(module, name)))
+    monkeypatch.setattr(int8, "takes_gluon", lambda device: True)
+
+
+def uneven(tokens, width):
+    """Return inputs of which a few are much larger than the others."""
+    return (torch.randn(tokens, width) * torch.exp(2 * torch.randn(tokens, width))).bfloat16()
+
+
+def assert_exact(y, x, values):
+    """Inputs have 22 bits from the largest one on, or multiples of 2 ** -126; their products' sums are in fp32."""
+    x, values = x.double(), values.double()
+    rounding = (2.0**-22 * x.abs().amax(1, keepdim=True)).clamp(min=2.0**-127) * values.abs().sum(1)
+    sums = 2.0**-21 * (x.abs() @ values.abs().T)
+    assert ((y.double() - x @ values.T).abs() <= rounding + sums).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
+    monkeypatch.setattr(int8, "shape", lambda width, programs: shape)
+    matrix, x = blocks(kind, 20, 1024), uneven(tokens, 1024)
+    assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_matrices_and_groups(tokens, interpreted):
+    matrices, x = [blocks("Q8_0", 19, 96), blocks("Q4_0", 7, 96), blocks("Q8_0", 40, 96, seed=2)], uneven(tokens, 96)
+    _, _, found = gemm.linears(x, (), (), matrices)
+    for y, matrix in zip(found, matrices, strict=True):
+        assert_exact(y, x, matrix.values())
+    matrix, x = blocks("Q2_K", 3 * 12, 256), uneven(tokens * 3, 256).view(tokens, 3, 256)
+    y = gemm.grouped_linear(x, matrix)
+    for group in range(3):
+        own = gemm.linear(x[:, group].contiguous(), BlockMatrix.of(matrix.weight[12 * group :][:12], "Q2_K"))
+        torch.testing.assert_close(y[:, group], own, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("largest", [0.0, 2.0**-120, 2.0**120, float("inf"), float("nan")])
+def test_inputs_of_any_size(largest, interpreted):
+    matrix, x = blocks("Q8_0", 16, 64), torch.randn(2, 64).clamp(-1, 1)
+    x[0] *= min(abs(largest), 2.0**120) if largest == largest else 1.0
+    x[0, 5] = largest
+    x = x.bfloat16()
+    first, second = gemm.linear_fp32(x, matrix)
+    assert_exact(second[None], x[1:], matrix.values())  # whatever the other token has
+    if abs(largest) < float("inf"):
+        assert_exact(first[None], x[:1], matrix.values())
+    else:
+        assert first.isnan().all()
+
+
+@pytest.mark.parametrize(("up", "down", "hidden", "inner"), [
+    ("IQ2_XXS", "Q2_K", 512, 256), ("Q8_0", "Q4_0", 64, 40 * 32), *slow_rows(("Q4_K", "Q6_K", 256, 512)),
+])  # fmt: skip
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_experts(tokens, up, down, hidden, inner, interpreted):
+    weights, chosen = stacks(up, down, 3, inner, hidden), routes(tokens, 3, 2)
+    shared = ExpertWeights(*(matrix.row(0) for matrix in stacks("Q8_0", "Q8_0", 1, inner, hidden).matrices))
+    x = torch.randn(tokens, hidden).bfloat16()
+    y = experts.routed_experts(x, weights, *chosen, LIMIT, False)
+    assert_close(y, slow_experts(x, values_of(weights), *chosen, LIMIT, False), False)
+    both = experts.mixture(x, weights, shared, *chosen, LIMIT, False, torch.float32)
+    assert_close(both - y, experts.ref.shared_expert(x, values_of(shared), LIMIT, False).double(), False)
+    # experts in other rows, and each token alone
+    order = torch.tensor([2, 0, 1])
+    moved = [BlockMatrix.of(matrix.weight[order], matrix.block_type) for matrix in weights.matrices]
+    elsewhere = ExpertWeights(*moved, order.argsort())
+    for row in range(tokens):
+        own = [one[row : row + 1] for one in (x, *chosen)]
+        assert torch.equal(
+            experts.mixture(own[0], elsewhere, shared, *own[1:], LIMIT, False, torch.float32)[0], both[row]
+        )
+
+
+def test_what_the_kernel_supports(monkeypatch, triton_backend):
+    monkeypatch.setattr(int8, "takes_gluon", lambda device: True)
+    x, alike = torch.zeros(2, 256).bfloat16(), stacks("Q8_0", "Q4_0", 2, 256, 256)
+    assert routed.takes_int8(x, alike)
+    assert routed.takes_int8(x, alike, stacks("Q4_K", "Q4_K", 2, 256, 256))
+    others = [
+        ExpertWeights(alike.w1, alike.w2, blocks("Q4_0", 2, 256, 256)),
+        ExpertWeights(*(StoredMatrix(matrix.values()) for matrix in alike.matrices)),
+        stacks("F16", "F16", 2, 256, 256),
+    ]
+    assert not any(routed.takes_int8(x, one) for one in others)
+    assert not routed.takes_int8(x, alike, stacks("Q8_0", "Q8_0", 1, 128, 256))
+    assert not any(int8.takes(one, 256) for one in (x.float(), torch.zeros(3, 256).bfloat16(), x[:0]))
+    assert not int8.takes(x, 40)
+    with exact_rows(True):
+        assert not int8.takes(x, 256)
+
+
+def test_warps_divide_the_groups():
+    for width, programs in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
+        warps, each = int8.shape(width, programs)
+        assert width % (32 * warps * each) == 0
+    assert int8.shape(4096, 96) == (8, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_on_a_gpu(tokens, triton_backend, monkeypatch):
+    if triton_backend == "interpreter" or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:
+        pytest.skip("for Hopper")
+    with torch.device("cuda"):
+        for kind in (*HOT, *OTHERS):
+            matrix, x = blocks(kind, 40, 1024), uneven(tokens, 1024)
+            assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
+        for up, down in (("IQ2_XXS", "Q2_K"), ("Q4_K", "Q6_K"), ("IQ3_S", "IQ4_XS")):
+            weights, chosen = stacks(up, down, 8, 2048, 4096), routes(tokens, 8, 6)
+            shared = ExpertWeights(*(one.row(0) for one in stacks("Q8_0", "Q8_0", 1, 2048, 4096).matrices))
+            x = torch.randn(tokens, 4096).bfloat16()
+            assert routed.takes_int8(x, weights, shared)
+            y = experts.routed_experts(x, weights, *chosen, LIMIT, False)
+            expected = experts.ref.routed_experts(x, values_of(weights), *chosen, LIMIT, False)
+            assert_close(y, expected.double(), False)
+            both = experts.mixture(x, weights, shared, *chosen, LIMIT, False, torch.float32)
+            own = experts.ref.shared_expert(x, values_of(shared), LIMIT, False).double()
+            assert_close(both, expected.double() + own, False)
