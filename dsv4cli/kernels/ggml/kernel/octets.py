@@ -132,12 +132,6 @@ def has_halves(kind):
 
 
 @constexpr_function
-def has_one_scale(kind):
-    """Return whether the codes of a block share one scale, as do its offsets."""
-    return kind in ("Q2_K", "Q3_K")
-
-
-@constexpr_function
 def has_codes(kind):
     """Return whether a type has codes that fit a byte."""
     return kind not in ("F16", "BF16", "F32")
@@ -221,7 +215,7 @@ def decoded(words, group, lane, table, KIND: tl.constexpr):
     step, offset = steps(words, group, lane, KIND)
     scale, offset_scale = block_scales(words, KIND)
     if has_steps(KIND):
-        scale *= numbers(step & 0xFF ^ 0x80, 128) if KIND == "Q6_K" or KIND == "IQ4_XS" else numbers(step)
+        scale *= numbers(step + 128, 128) if KIND == "Q6_K" or KIND == "IQ4_XS" else numbers(step)
     return codes, scale, offset, offset_scale
 
 
@@ -309,8 +303,9 @@ def code_bytes(words, group, lane, table, KIND: tl.constexpr):
     elif KIND == "Q8_0":
         low, high = words[1] ^ _HIGHEST, words[2] ^ _HIGHEST
     else:
-        shift, first = lane // 2 * 4, 3 if KIND == "IQ4_XS" else 1
-        low, high = words[first] >> shift & 0x0F0F0F0F, words[first + 1] >> shift & 0x0F0F0F0F
+        FIRST: tl.constexpr = 3 if KIND == "IQ4_XS" else 1
+        shift = lane // 2 * 4
+        low, high = words[FIRST] >> shift & 0x0F0F0F0F, words[FIRST + 1] >> shift & 0x0F0F0F0F
         if KIND == "Q5_0":
             low |= ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4
             high |= ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4
