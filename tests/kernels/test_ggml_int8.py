@@ -1,5 +1,8 @@
 """Products of one token or two with GGUF blocks on int8 tensor cores: in an interpreter of Gluon, and on a GPU."""
 
+import operator
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,10 +11,14 @@ from dsv4cli.kernels.card import BLACKWELL, HOPPER
 from dsv4cli.kernels.experts import ExpertWeights
 from dsv4cli.kernels.experts.kernel import ggml as routed
 from dsv4cli.kernels.ggml import int8
+from dsv4cli.kernels.ggml.kernel import octets
+from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
+from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.rows import exact_rows
 from dsv4cli.kernels.stored_matrix import BlockMatrix, StoredMatrix
 from tests.kernels.test_experts import assert_close, routes, slow_experts
 from tests.kernels.test_ggml_products import HOT, LIMIT, OTHERS, blocks, stacks, values_of
+from tests.support.ggml_blocks import block_matrix
 from tests.support.slow import slow, slow_rows
 
 KINDS = [*HOT, "Q4_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K")))]
@@ -59,6 +66,28 @@ def assert_exact(y, x, values):
 def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
     monkeypatch.setattr(int8, "shape", lambda width, tiles: int8.Int8Tiles(*shape))
     matrix, x = blocks(kind, 20, 1024), uneven(tokens, 1024)
+    assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
+
+
+def extreme_blocks(kind, columns):
+    """Return blocks whose fields have one byte each, so that codes and their factors are the largest or smallest."""
+    of, rng = TYPES[kind], np.random.default_rng(1)
+    fields = rng.choice([0, 0x7F, 0x80, 0xFF], (64, len(of.fields))).astype(np.uint8)
+    raw = np.repeat(fields, np.diff(of.ends), 1)
+    for offset in of.halves:
+        raw[:, offset : offset + 2] = 0, 0x3C  # 1.0 in fp16
+    if of.e8m0:
+        raw[:, 0] = 128
+    return block_matrix(torch.from_numpy(np.tile(raw, columns // of.values)), kind)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("kind", [*HOT, *(kind for kind in OTHERS if kind != "F16")])
+def test_the_largest_sums(kind, sign, interpreted, monkeypatch):
+    # in the first 256 columns, the lowest digit is always -128: these sums are the largest of each type
+    monkeypatch.setattr(int8, "shape", lambda width, tiles: int8.Int8Tiles(1, 1, 8))
+    matrix, x = extreme_blocks(kind, 512), torch.full((2, 512), sign * 2.0**-14).bfloat16()
+    x[:, 256] = 1
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
 
 
@@ -113,6 +142,48 @@ def test_experts(tokens, up, down, hidden, inner, interpreted, monkeypatch):
         )
 
 
+def test_an_expert_that_is_chosen_several_times(interpreted):
+    weights, x = stacks("Q8_0", "Q4_0", 3, 64, 64), torch.randn(2, 64).bfloat16()
+    chosen = torch.tensor([[2, 2, 0], [2, 2, 2]]), torch.rand(2, 3) + 0.1
+    y = experts.routed_experts(x, weights, *chosen, 0.0, False)
+    assert_close(y, slow_experts(x, values_of(weights), *chosen, 0.0, False), False)
+
+
+def test_rounded_inputs(interpreted):
+    weights, chosen = stacks("Q8_0", "Q8_0", 1, 128, 128), routes(1, 1, 1)
+    x = torch.randn(1, 128).bfloat16()
+    y = experts.routed_experts(x, weights, *chosen, LIMIT, True)
+    assert_close(y, slow_experts(x, values_of(weights), *chosen, LIMIT, True), True)
+
+
+def test_a_mixture_has_these_launches_where_they_are_supported(interpreted, monkeypatch):
+    from dsv4cli.kernels.experts.kernel import ggml_int8
+
+    launched, outputs = list[int](), ggml_int8.outputs
+    monkeypatch.setattr(ggml_int8, "outputs", lambda *given: (launched.append(len(given[0])), outputs(*given))[1])
+    weights = stacks("Q8_0", "Q4_0", 2, 32, 32)
+    shared = ExpertWeights(*(matrix.row(0) for matrix in weights.matrices))
+    for tokens in (1, 2, 3):
+        given = weights, shared, *routes(tokens, 2, 2), LIMIT, False, torch.bfloat16
+        experts.mixture(torch.randn(tokens, 32).bfloat16(), *given)
+    assert launched == [1, 2]
+    monkeypatch.setattr(int8, "takes_gluon", lambda device: False)
+    experts.mixture(torch.randn(1, 32).bfloat16(), weights, shared, *routes(1, 2, 2), LIMIT, False, torch.bfloat16)
+    assert launched == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["IQ3_S", "IQ4_NL"])
+def test_tables_are_dropped_together(kind):
+    def tables():
+        blocks_of_kind = octets.blocks_of(blocks(kind, 8, 256))
+        return blocks_of_kind.table, table_of(blocks_of_kind)
+
+    before = tables()
+    assert all(map(operator.is_, before, tables()))
+    octets.forget_tables()
+    assert not any(map(operator.is_, before, tables()))
+
+
 def test_what_the_kernel_supports(monkeypatch, triton_backend):
     monkeypatch.setattr(int8, "takes_gluon", lambda device: True)
     x, alike = torch.zeros(2, 256).bfloat16(), stacks("Q8_0", "Q4_0", 2, 256, 256)
@@ -125,6 +196,10 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
     ]
     assert not any(routed.takes_int8(x, one) for one in others)
     assert not routed.takes_int8(x, alike, stacks("Q8_0", "Q8_0", 1, 128, 256))
+    # parts of other matrices, whose tiles may have fewer rows
+    low = [BlockMatrix.of(matrix.weight, matrix.block_type, 4) for matrix in alike.matrices]
+    assert routed.takes_int8(x, ExpertWeights(low[0], alike.w2, low[2]))
+    assert not routed.takes_int8(x, ExpertWeights(low[0], *alike.matrices[1:]))
     assert not any(int8.takes(one, 256) for one in (x.float(), torch.zeros(3, 256).bfloat16(), x[:0]))
     assert not int8.takes(x, 40)
     with exact_rows(True):

@@ -90,8 +90,8 @@ def mixture(
         y = torch.empty(x.shape, dtype=dtype, device=x.device)
         return torch.add(routed, shared_expert(x, shared, limit, round_inputs), out=y)
     if ggml.takes_int8(x, weights, shared):
-        outputs, own = ggml.mixed_outputs(x, weights, shared, experts, routing, limit)
-        return many_tokens.ordered_sum(outputs, experts, own, dtype)
+        both = ggml.int8_outputs(x, weights, shared, experts, routing, limit)
+        return many_tokens.ordered_sum(both[: experts.numel()], experts, both[experts.numel() :], dtype)
     outputs = _outputs(x, weights, experts, routing, limit, round_routed)
     return many_tokens.ordered_sum(outputs, experts, shared_expert(x, shared, limit, round_inputs), dtype)
 

@@ -46,26 +46,28 @@ def takes(weights: "ExpertWeights") -> bool:
 def takes_int8(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights | None" = None) -> bool:
     """Return whether these tokens are multiplied on int8 tensor cores, by the shared expert, too, if it is given."""
     inner, given = weights.w1.weight.shape[-2], (weights,) if shared is None else (weights, shared)
-    alike = all(one.w1.block_type == one.w3.block_type and one.w1.weight.shape[-2] == inner for one in given)
+    alike = all(
+        (one.block_type, one.height, one.weight.shape[-2]) == (of.w1.block_type, of.w1.height, inner)
+        for of in given for one in (of.w1, of.w3)
+    )  # fmt: skip
     kinds = [matrix.block_type for one in given for matrix in one.matrices]
     coded = all(kind is not None and has_codes(kind) for kind in kinds)
     return coded and alike and int8.takes(x, x.shape[1]) and int8.takes(x, inner)
 
 
-def mixed_outputs(
+def int8_outputs(
     x: torch.Tensor,
     weights: "ExpertWeights",
-    shared: "ExpertWeights",
+    shared: "ExpertWeights | None",
     experts: torch.Tensor,
     routing: torch.Tensor,
     limit: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of each of a token's experts [T * k, D], and of the shared one [T, D], if `takes_int8`."""
+) -> torch.Tensor:
+    """Return the output of each of a token's experts, then of the shared one: [T * k (+ T), D], if `takes_int8`."""
     from dsv4cli.kernels.experts.kernel import ggml_int8  # needs Gluon
 
-    tiles = tiles_of(experts, weights)
-    found = ggml_int8.outputs(rows(x), weights, shared, tiles, routing.contiguous(), limit)
-    return found[: experts.numel()], found[experts.numel() :]
+    tiles = _tiles(experts, weights, int8.TOKENS)
+    return ggml_int8.outputs(rows(x), weights, shared, tiles, routing.contiguous(), limit)
 
 
 @dataclass(frozen=True)
@@ -97,28 +99,27 @@ def routed_outputs(
     """Return the output of each of a token's experts: [T * k, D] in x's dtype. Arguments: as of `routed_experts`."""
     if ggml_hopper.suits(x, weights, experts.numel()):
         return ggml_hopper.routed_outputs(rows(x), weights, experts, routing, limit, round_inputs)
-    if takes_int8(x, weights):
-        from dsv4cli.kernels.experts.kernel import ggml_int8  # needs Gluon
-
-        return ggml_int8.outputs(rows(x), weights, None, tiles_of(experts, weights), routing.contiguous(), limit)
+    if takes_int8(x, weights) and not round_inputs:
+        return int8_outputs(x, weights, None, experts, routing, limit)
     given = fp8_round(x, FP8_BLOCK) if round_inputs else rows(x)
     pairs, width = experts.numel(), x.shape[1]
     outputs = x.new_empty(pairs, width)
     if not pairs:
         return outputs
-    tiles = tiles_of(experts, weights)
+    tiles = _tiles(experts, weights)
     inner = _up(given, weights, tiles, routing.contiguous(), limit)
     inner = fp8_round(inner, FP8_BLOCK) if round_inputs else inner
     _down(inner, weights, tiles, outputs)
     return outputs
 
 
-def tiles_of(experts: torch.Tensor, weights: "ExpertWeights") -> Tiles:
+def _tiles(experts: torch.Tensor, weights: "ExpertWeights", most: int = MOST) -> Tiles:
+    """Return tiles of up to `most` pairs."""
     (tokens, _), pairs, count = experts.shape, experts.numel(), weights.count
     if tokens == 1:
         chosen = experts.flatten()
         return Tiles(pairs, 1, chosen if weights.rows is None else weights.rows[chosen])
-    size = next((size for load, size in SIZES.items() if pairs <= load * count), MOST)
+    size = min(next((size for load, size in SIZES.items() if pairs <= load * count), MOST), most)
     groups = group(experts, weights.rows, count, size)
     return Tiles(len(groups.rows), size, groups.row, groups.order, groups.start, groups.rows)
 

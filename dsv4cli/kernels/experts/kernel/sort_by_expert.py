@@ -41,7 +41,7 @@ def group(experts: torch.Tensor, rows: torch.Tensor | None, count: int, size: in
         rows: int64 [count], each expert's row in the stacks, or None.
     """
     pairs = experts.numel()
-    tiles, chunks = pairs // size + min(count, pairs), cdiv(pairs, CHUNK)
+    tiles, chunks = min(pairs // size + count, pairs), cdiv(pairs, CHUNK)
     bins = max(16, next_power_of_2(count))
 
     def ints(*shape: int) -> torch.Tensor:
