@@ -22,8 +22,8 @@ from tests.support.ggml_blocks import block_matrix
 from tests.support.slow import slow, slow_rows
 
 KINDS = [*HOT, "Q4_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K")))]
-# tiles, warps and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of them, one pass or more
-SHAPES = [(1, 2, 8), (2, 4, 4), *slow((2, 4, 8), (1, 4, 4), (1, 8, 2), (1, 1, 8))]
+# warps and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of them, one pass and several
+SHAPES = [(2, 8), *slow((4, 8), (4, 4), (8, 2), (1, 8))]
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def assert_exact(y, x, values):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
-    monkeypatch.setattr(int8, "shape", lambda width, tiles: int8.Int8Tiles(*shape))
+    monkeypatch.setattr(int8, "shape", lambda width, programs: shape)
     matrix, x = blocks(kind, 20, 1024), uneven(tokens, 1024)
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
 
@@ -122,8 +122,7 @@ def test_inputs_of_any_size(largest, interpreted):
     ("IQ2_XXS", "Q2_K", 512, 256), ("Q8_0", "Q4_0", 64, 40 * 32), *slow_rows(("Q4_K", "Q6_K", 256, 512)),
 ])  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 2])
-def test_experts(tokens, up, down, hidden, inner, interpreted, monkeypatch):
-    monkeypatch.setattr(int8, "MANY", 100)
+def test_experts(tokens, up, down, hidden, inner, interpreted):
     weights, chosen = stacks(up, down, 3, inner, hidden), routes(tokens, 3, 2)
     shared = ExpertWeights(*(matrix.row(0) for matrix in stacks("Q8_0", "Q8_0", 1, inner, hidden).matrices))
     x = torch.randn(tokens, hidden).bfloat16()
@@ -207,11 +206,10 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
 
 
 def test_warps_divide_the_groups():
-    for width, tiles in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
-        _, warps, each = int8.shape(width, tiles)
+    for width, programs in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
+        warps, each = int8.shape(width, programs)
         assert width % (32 * warps * each) == 0
-    assert int8.shape(4096, 96) == (1, 8, 8)
-    assert int8.shape(4096, 1792) == (2, 4, 8)
+    assert int8.shape(4096, 96) == (8, 8)
 
 
 @pytest.mark.gpu

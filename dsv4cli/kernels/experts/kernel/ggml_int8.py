@@ -1,8 +1,7 @@
 """Experts of one token or two over GGUF blocks on int8 tensor cores, with the shared expert in the same launches.
 
-A program computes eight rows of w1 and the same of w3, or 16 of w2, or twice as many, for a tile of pairs: one of a
-token and an expert, or the two of both tokens. The shared expert's programs come first: they load weights before the
-router has finished.
+A program computes eight rows of w1 and the same of w3, or 16 of w2, for a tile: one pair of a token and an expert, or
+the two of both tokens. The shared expert's programs come first: they load weights before the router has finished.
 """
 
 from typing import TYPE_CHECKING
@@ -47,25 +46,20 @@ def outputs(
     found = x.new_empty(len(inner), hidden)
     own = weights if shared is None else shared
     given = tiles.row, tiles.order, tiles.start, tiles.sizes
-    count, parts = tiles.number + extra, (tokens, routing.shape[1], extra)
+    shape = tokens, routing.shape[1], extra
     # as for one token: the order of its sums must not depend on the other
-    alone = routing.shape[1] + 1
-    shape, (up, *up_rest), (own_up, *own_rest) = _shape(hidden, width, HALF, alone), *map(_matrix, (weights.w1, own.w1))
-    _up[(cdiv(width, HALF * shape.tiles), count)](
-        x, up, blocks_of(weights.w3).rows, *up_rest, own_up, blocks_of(own.w3).rows, *own_rest, *given, routing, limit,
-        inner, x.stride(0), width, hidden, *parts, *shape, num_warps=shape.warps, **overlap(x),
+    up, up_warps = _matrix(weights.w1), int8.shape(hidden, cdiv(width, HALF) * (routing.shape[1] + 1))
+    _up[(cdiv(width, HALF), tiles.number + extra)](
+        x, up[0], blocks_of(weights.w3).rows, *up[1:], *_matrix(own.w1)[:1], blocks_of(own.w3).rows,
+        *_matrix(own.w1)[1:], *given, routing, limit, inner, x.stride(0), width, hidden, *shape, *up_warps,
+        num_warps=up_warps[0], **overlap(x),
     )  # fmt: skip
-    shape = _shape(width, hidden, ROWS, alone)
-    _down[(cdiv(hidden, ROWS * shape.tiles), count)](
-        inner, *_matrix(weights.w2), *_matrix(own.w2), *given, found, hidden, width, *parts, *shape,
-        num_warps=shape.warps, **overlap(x),
+    warps = int8.shape(width, cdiv(hidden, ROWS) * (routing.shape[1] + 1))
+    _down[(cdiv(hidden, ROWS), tiles.number + extra)](
+        inner, *_matrix(weights.w2), *_matrix(own.w2), *given, found, hidden, width, *shape, *warps,
+        num_warps=warps[0], **overlap(x),
     )  # fmt: skip
     return found
-
-
-def _shape(width: int, count: int, rows: int, matrices: int) -> int8.Int8Tiles:
-    """Return the shape of programs for matrices of `count` rows, of which a tile has `rows`."""
-    return int8.shape(width, cdiv(count, rows) * matrices)
 
 
 def _matrix(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor | None, str, int]:
@@ -109,46 +103,20 @@ def _store(values, to, begins, first, N: gl.constexpr, size):
 
 
 @gluon.jit
-def _gated(products, factors, limit, dtype: gl.constexpr):
-    """Return the gated product of 8 rows of w1 and the same of w3 times a factor for each token: fp32 [8, 2]."""
-    gate, up = gl.split(gl.permute(gl.reshape(products, [2, 8, 2]), (1, 2, 0)))
+def _store_gated(
+    x, places, w1, w3, table, row, factors, limit, to, begins, first, size, N: gl.constexpr, K: gl.constexpr,
+    KIND: gl.constexpr, HEIGHT: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Store the gated product of rows of w1 and w3, times a factor for each token."""
+    tile, place = tile_rows(w1, row, K, KIND, HEIGHT)
+    other, _ = tile_rows(w3, row, K, KIND, HEIGHT)
+    rows = gl.where(operand_half(WARPS) == 0, tile, other), place
+    found = products(x, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+    gate, up = gl.split(gl.permute(gl.reshape(found, [2, 8, 2]), (1, 2, 0)))
+    dtype: gl.constexpr = to.dtype.element_ty
     values = gated_values(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), limit)
     held: gl.constexpr = values.type.layout
-    return values * _of_tokens(factors, held)
-
-
-@gluon.jit
-def _store_gated(
-    x, places, w1, w3, table, expert, factors, limit, to, begins, first, size, N: gl.constexpr, K: gl.constexpr,
-    KIND: gl.constexpr, HEIGHT: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr,
-    OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """Store the gated product of an expert's w1 and w3, times a factor for each token: 8 rows of both for each tile."""
-    tiles = ()
-    for tile in gl.static_range(TILES):
-        # missing rows repeat the last one
-        row = expert * N + gl.minimum(first + tile * 8 + operand_rows(WARPS) % 8, N - 1)
-        gate_rows, place = tile_rows(w1, row, K, KIND, HEIGHT)
-        up_rows, _ = tile_rows(w3, row, K, KIND, HEIGHT)
-        tiles += ((gl.where(operand_half(WARPS) == 0, gate_rows, up_rows), place),)
-    found = products(x, places, tiles, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
-    for tile in gl.static_range(TILES):
-        _store(_gated(found[tile], factors, limit, to.dtype.element_ty), to, begins, first + tile * 8, N, size)
-
-
-@gluon.jit
-def _store_products(
-    x, places, w2, table, expert, to, begins, first, size, N: gl.constexpr, K: gl.constexpr, KIND: gl.constexpr,
-    HEIGHT: gl.constexpr, TILES: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    """Store the products of an expert's w2: 16 rows for each tile."""
-    tiles = ()
-    for tile in gl.static_range(TILES):
-        row = expert * N + gl.minimum(first + tile * 16 + operand_rows(WARPS), N - 1)
-        tiles += (tile_rows(w2, row, K, KIND, HEIGHT),)
-    found = products(x, places, tiles, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
-    for tile in gl.static_range(TILES):
-        _store(found[tile], to, begins, first + tile * 16, N, size)
+    _store(values * _of_tokens(factors, held), to, begins, first, N, size)
 
 
 @gluon_launched
@@ -177,12 +145,13 @@ def _up(
     COUNT: gl.constexpr,  # tokens
     PER_TOKEN: gl.constexpr,
     SHARED: gl.constexpr,  # tiles of the shared expert
-    TILES: gl.constexpr,  # of rows
     WARPS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * (8 * TILES)
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 8
+    # eight rows of both matrices; missing ones repeat the last one
+    row = gl.minimum(first + operand_rows(WARPS) % 8, N - 1)
     if number < 0:
         places, begins, factors = (), (), ()
         for token in gl.static_range(COUNT):
@@ -190,8 +159,8 @@ def _up(
             begins += (gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64) * N,)
             factors += (1.0,)
         _store_gated(
-            x, places, own_w1, own_w3, own_table, 0, factors, limit, inner, begins, first, COUNT, N, K, OWN_KIND,
-            OWN_HEIGHT, TILES, WARPS, EACH, OVERLAP,
+            x, places, own_w1, own_w3, own_table, row, factors, limit, inner, begins, first, COUNT, N, K, OWN_KIND,
+            OWN_HEIGHT, WARPS, EACH, OVERLAP,
         )  # fmt: skip
     else:
         wait_for_inputs(OVERLAP)
@@ -206,8 +175,8 @@ def _up(
                 begins += (position.to(gl.int64) * N,)
                 factors += (gl.load(routing + pair),)
             _store_gated(
-                x, places, w1, w3, table, expert, factors, limit, inner, begins, first, size, N, K, KIND, HEIGHT,
-                TILES, WARPS, EACH, False,
+                x, places, w1, w3, table, expert * N + row, factors, limit, inner, begins, first, size, N, K, KIND,
+                HEIGHT, WARPS, EACH, False,
             )  # fmt: skip
 
 
@@ -232,22 +201,21 @@ def _down(
     COUNT: gl.constexpr,
     PER_TOKEN: gl.constexpr,
     SHARED: gl.constexpr,
-    TILES: gl.constexpr,
     WARPS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * (16 * TILES)
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 16
+    row = gl.minimum(first + operand_rows(WARPS), N - 1)
     if number < 0:
         places, begins = (), ()
         for token in gl.static_range(COUNT):
             position = gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64)
             places += (position * K,)
             begins += (position * N,)
-        _store_products(
-            inner, places, own_w2, own_table, 0, outputs, begins, first, COUNT, N, K, OWN_KIND, OWN_HEIGHT, TILES,
-            WARPS, EACH, OVERLAP,
-        )  # fmt: skip
+        rows = tile_rows(own_w2, row, K, OWN_KIND, OWN_HEIGHT)
+        found = products(inner, places, rows, own_table, K, OWN_KIND, OWN_HEIGHT, WARPS, EACH, OVERLAP)
+        _store(found, outputs, begins, first, N, COUNT)
     else:
         expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
         if size > 0:
@@ -256,9 +224,8 @@ def _down(
                 position = start + gl.minimum(column, size - 1)
                 places += (position.to(gl.int64) * K,)
                 begins += (_pair(order, position).to(gl.int64) * N,)
-            _store_products(
-                inner, places, w2, table, expert, outputs, begins, first, size, N, K, KIND, HEIGHT, TILES, WARPS, EACH,
-                OVERLAP,
-            )  # fmt: skip
+            rows = tile_rows(w2, expert * N + row, K, KIND, HEIGHT)
+            found = products(inner, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+            _store(found, outputs, begins, first, N, size)
         else:
             wait_for_inputs(OVERLAP)

@@ -19,13 +19,13 @@ from dsv4cli.kernels.pdl import overlap
 def multiply(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks, torch.Tensor]]) -> None:
     """Multiply x bf16 [T, G, K] by each matrix of one type [G * N, K] into its result [T, G, N]."""
     (tokens, groups, width), numbers, starts = x.shape, tuple(y.shape[-1] for _, y in pairs), [0]
-    shape = int8.shape(width, groups * sum(cdiv(n, int8.ROWS) for n in numbers))
     for n in numbers:
-        starts.append(starts[-1] + cdiv(n, int8.ROWS * shape.tiles))
+        starts.append(starts[-1] + cdiv(n, int8.ROWS))
+    warps, each = int8.shape(width, groups * starts[-1])
     _linears[(starts[-1], groups)](
         x, tuple(blocks.rows for blocks, _ in pairs), table_of(pairs[0][0]), tuple(y for _, y in pairs),
         x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, pairs[0][0].height, tokens,
-        *shape, num_warps=shape.warps, **overlap(x),
+        warps, each, num_warps=warps, **overlap(x),
     )  # fmt: skip
 
 
@@ -43,7 +43,6 @@ def _linears(
     KIND: gl.constexpr,
     HEIGHT: gl.constexpr,
     COUNT: gl.constexpr,
-    TILES: gl.constexpr,
     WARPS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,
@@ -51,22 +50,18 @@ def _linears(
     program, group = gl.program_id(0), gl.program_id(1)
     weight = one_of(weights, program, STARTS, 0, len(NS))
     n = one_of(NS, program, STARTS, 0, len(NS))
-    first = (program - one_of(STARTS, program, STARTS, 0, len(NS))) * (16 * TILES)
-    places, tiles = (), ()
+    first = (program - one_of(STARTS, program, STARTS, 0, len(NS))) * 16
+    places = ()
     for token in gl.static_range(COUNT):
         places += (gl.to_tensor(token).to(gl.int64) * x_row + group * x_group,)
-    for tile in gl.static_range(TILES):
-        # missing rows repeat the last one
-        own = group * n + gl.minimum(first + tile * 16 + operand_rows(WARPS), n - 1)
-        tiles += (tile_rows(weight, own, K, KIND, HEIGHT),)
-    found = products(x, places, tiles, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
-    held: gl.constexpr = found[0].type.layout
-    row = gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, held)), 1)
+    # missing rows repeat the last one
+    own = group * n + gl.minimum(first + operand_rows(WARPS), n - 1)
+    rows = tile_rows(weight, own, K, KIND, HEIGHT)
+    sums = products(x, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+    held: gl.constexpr = sums.type.layout
+    row = first + gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(1, held)), 1)
     token = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, held)), 0)
-    place = (token.to(gl.int64) * gl.num_programs(1) + group) * n
-    for tile in gl.static_range(TILES):
-        n_row = first + tile * 16 + row
-        inside = (n_row < n) & (token < COUNT)
-        for i in gl.static_range(len(NS)):
-            if (program >= STARTS[i]) & (program < STARTS[i + 1]):
-                gl.store(ys[i] + (place + n_row), found[tile].to(ys[i].dtype.element_ty), inside)
+    place, inside = (token.to(gl.int64) * gl.num_programs(1) + group) * n + row, (row < n) & (token < COUNT)
+    for i in gl.static_range(len(NS)):
+        if (program >= STARTS[i]) & (program < STARTS[i + 1]):
+            gl.store(ys[i] + place, sums.to(ys[i].dtype.element_ty), inside)

@@ -316,16 +316,16 @@ def _results(sums, factors, WARPS: gl.constexpr):
 def products(
     x,  # bf16
     places,  # int64, where each token begins in x: one or two
-    tiles,  # tuple of 16 rows each: as of `fields.tile_rows`, for each of `operand_rows`
+    rows,  # as of `fields.tile_rows`, for each of `operand_rows`
     table,
     K: gl.constexpr,  # a multiple of 32 * WARPS * EACH
     KIND: gl.constexpr,
-    HEIGHT: gl.constexpr,  # rows of a tile of blocks
+    HEIGHT: gl.constexpr,  # rows of a tile
     WARPS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,  # whether to wait for the kernel that computes x, once the first weights are on their way
 ):
-    """Return the products of 16 rows or several times as many with one token or two: a tuple of fp32 [16, 2].
+    """Return the products of 16 rows with one token or two: fp32 [16, 2].
 
     A token's sums do not depend on the other. EACH: groups of 32 columns in a pass of the loop.
     """
@@ -335,22 +335,15 @@ def products(
     held: gl.constexpr = _rows_layout(WARPS)
     # int64, so that what is added to it becomes part of the load instructions
     first, lane = _numbers(WARPS, 0, 4, held).to(gl.int64) * GROUPS, _numbers(4, 3, 4, held)
-    words, results = _pass_words(tiles[0], first, lane, KIND, BLOCKS, HEIGHT, EACH), ()
+    words = _pass_words(rows, first, lane, KIND, BLOCKS, HEIGHT, EACH)
     wait_for_inputs(OVERLAP)
     memory, factors = _digits(x, places, K, COUNT, WARPS, EACH)
-    for tile in gl.static_range(len(tiles)):
-        sums = gl.full([WARPS, 2, 8, 4, 2], 0.0, gl.float32, _sums_layout(WARPS))
-        begin = first
+    sums = gl.full([WARPS, 2, 8, 4, 2], 0.0, gl.float32, _sums_layout(WARPS))
+    for number in range(1, GROUPS // EACH):
         # the next pass is loaded while this one is multiplied
-        for number in range(1, GROUPS // EACH):
-            later = _pass_words(tiles[tile], begin + EACH, lane, KIND, BLOCKS, HEIGHT, EACH)
-            sums += _pass_product(words, memory, number - 1, table, begin, lane, KIND, COUNT, WARPS, EACH)
-            words = later
-            begin += EACH
-        if tile + 1 < len(tiles):
-            later = _pass_words(tiles[tile + 1], first, lane, KIND, BLOCKS, HEIGHT, EACH)
-        sums += _pass_product(words, memory, GROUPS // EACH - 1, table, begin, lane, KIND, COUNT, WARPS, EACH)
-        if tile + 1 < len(tiles):
-            words = later
-        results += (_results(sums, factors, WARPS),)
-    return results
+        later = _pass_words(rows, first + EACH, lane, KIND, BLOCKS, HEIGHT, EACH)
+        sums += _pass_product(words, memory, number - 1, table, first, lane, KIND, COUNT, WARPS, EACH)
+        words = later
+        first += EACH
+    sums += _pass_product(words, memory, GROUPS // EACH - 1, table, first, lane, KIND, COUNT, WARPS, EACH)
+    return _results(sums, factors, WARPS)
