@@ -124,6 +124,11 @@ def test_what_a_prompt_takes_the_most_shared_memory_for_fits_every_card(archs):
         assert min(taken[name, 90] for name in ("experts", "hyper_connections", "routing")) > RTX4090.shared << 10
 
 
+@pytest.mark.parametrize("which", ["few", *slow("all")])
+def test_the_compiler_accepts_kernels_of_every_ggml_type(which):
+    assert output_of("-m", "tests.support.front_end", which, TRITON_INTERPRET=None) == ""
+
+
 @pytest.mark.slow  # twenty minutes on one core, seconds once Triton has compiled them
 @pytest.mark.parametrize("arch", CARDS)
 def test_every_kernel_compiles_and_fits(arch):
