@@ -200,7 +200,8 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
     assert routed.takes_int8(x, ExpertWeights(low[0], alike.w2, low[2]))
     assert not routed.takes_int8(x, ExpertWeights(low[0], *alike.matrices[1:]))
     assert not any(int8.takes(one, 256) for one in (x.float(), torch.zeros(3, 256).bfloat16(), x[:0]))
-    assert not int8.takes(x, 40)
+    assert int8.takes(x, 16_384)
+    assert not any(int8.takes(x, width) for width in (40, 16_384 + 32))
     with exact_rows(True):
         assert not int8.takes(x, 256)
 

@@ -7,7 +7,9 @@ Source: official kernel.py (`fp8_gemm`, `fp4_gemm`).
 Triton: requires consecutive columns of x (at most 16,384 for few rows) and contiguous weights. FP8 tensor cores
 multiply a rounded bf16 input of more than 64 rows by FP8 weights. On Hopper they always sum 128 columns with only about
 13 bits below the largest product (`SHORT_SUM`): the error is 1.2e-4 of a result before its rounding, and results are
-6e-4 too small if all products have the same sign.
+6e-4 too small if all products have the same sign. On Hopper, int8 tensor cores multiply one bf16 row or two, of up to
+16,384 columns, by GGUF blocks, unless rows must be exact (kernels/rows.py). They round inputs: the error is up to
+2 ** -22 of the row's largest input, or 2 ** -127. A row with NaN or infinity has results of NaN.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ import math
 import torch
 
 from dsv4cli.kernels.launch import takes_gluon
-from dsv4cli.kernels.rows import planned_rows
+from dsv4cli.kernels.rows import LONGEST, planned_rows
 
 # most tokens; rows of a program; columns whose sums have one scale
 TOKENS, ROWS, GROUP = 2, 16, 32
@@ -18,11 +18,12 @@ ALL_WARPS, LEAST, MOST, EACH = 4096, 2, 8, 8
 
 
 def takes(x: torch.Tensor, width: int) -> bool:
-    """Return whether x [T, ..] times rows of this width is supported: bf16 on Hopper, few tokens, unless more rows are
-    exact.
+    """Return whether the kernel multiplies x [T, ..] by rows of this width: one bf16 token or two, on Hopper.
+
+    Inside `exact_rows` it does not: the sums of more rows have another order.
     """
     few = 0 < planned_rows(len(x)) <= TOKENS
-    return few and x.dtype == torch.bfloat16 and width % GROUP == 0 and takes_gluon(x.device)
+    return few and x.dtype == torch.bfloat16 and width <= LONGEST and width % GROUP == 0 and takes_gluon(x.device)
 
 
 def shape(width: int, programs: int) -> tuple[int, int]:

@@ -86,6 +86,20 @@ def _u64(at, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def block_and_group(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
+    """Return the block of group `first` + i of 32 columns of a row, and the group's number in it, int32.
+
+    The number is a constant if EACH groups, a multiple of which `first` is, are whole blocks.
+    """
+    PER_BLOCK: tl.constexpr = octets_per_block(KIND) // 4
+    if EACH % PER_BLOCK == 0:
+        place = first // PER_BLOCK + i // PER_BLOCK, i % PER_BLOCK
+    else:
+        place = (first + i) // PER_BLOCK, ((first + i) % PER_BLOCK).to(tl.int32)
+    return place
+
+
+@triton.jit
 def tile_rows(weight, row, K: tl.constexpr, KIND: tl.constexpr, HEIGHT: tl.constexpr):
     """Return pointers to the tiles of rows of a matrix with K columns, and the rows' places in these."""
     BYTES: tl.constexpr = HEIGHT * row_bytes(KIND, K)

@@ -14,9 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from dsv4cli.kernels.ggml.kernel.fields import blocks, octets_per_block, stored_words
+from dsv4cli.kernels.ggml.kernel.fields import block_and_group, blocks, stored_words
 from dsv4cli.kernels.ggml.kernel.int8_codes import signed_codes
-from dsv4cli.kernels.ggml.kernel.octets import block_scales, has_halves, has_offset, has_steps, steps
+from dsv4cli.kernels.ggml.kernel.octets import LOWEST, block_scales, has_halves, has_offset, has_steps, steps
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 
@@ -27,8 +27,8 @@ _HALVES = gl.constexpr(0x00808080)
 # biased exponents: of the factor that makes a number of exponent 0 less than 2 ** 22, and of the largest factor whose
 # inverse is no subnormal number
 _EXPONENT, _LARGEST = gl.constexpr(127 + 127 + 21), gl.constexpr(253)
-# all bits of fp32 but the sign; a bit in each byte
-_MAGNITUDE, _LOWEST = gl.constexpr(0x7FFFFFFF), gl.constexpr(0x01010101)
+# all bits of fp32 but the sign
+_MAGNITUDE = gl.constexpr(0x7FFFFFFF)
 
 
 @constexpr_function
@@ -236,7 +236,7 @@ def _groups_product(words, group, table, lane, rights, KIND: gl.constexpr, WARPS
         else:
             sums = _product(low, high, rights[i], sums, WARPS)
         if has_offset(KIND):
-            four = low & 0 | offset * _LOWEST
+            four = low & 0 | offset * LOWEST
             offsets = _product(four, four, rights[i], offsets, WARPS)
     scale, offset_scale = block_scales(words[0], KIND)
     if has_steps(KIND):
@@ -256,24 +256,13 @@ def _groups_together(kind, each):
 
 
 @gluon.jit
-def _block_and_group(first, i, KIND: gl.constexpr, EACH: gl.constexpr):
-    """Return the block of group `first` + i of a row, and the group's number in it: a constant if passes are blocks."""
-    PER_BLOCK: gl.constexpr = octets_per_block(KIND) // 4
-    if EACH % PER_BLOCK == 0:
-        place = first // PER_BLOCK + i // PER_BLOCK, i % PER_BLOCK
-    else:
-        place = (first + i) // PER_BLOCK, ((first + i) % PER_BLOCK).to(gl.int32)
-    return place
-
-
-@gluon.jit
 def _pass_words(
     rows, first, lane, KIND: gl.constexpr, BLOCKS: gl.constexpr, HEIGHT: gl.constexpr, EACH: gl.constexpr
 ):  # fmt: skip
     """Return what is stored of EACH groups of 32 columns from group `first` on."""
     found = ()
     for i in gl.static_range(EACH):
-        b, group = _block_and_group(first, i, KIND, EACH)
+        b, group = block_and_group(first, i, KIND, EACH)
         found += (stored_words(rows, b, group, lane, KIND, BLOCKS, HEIGHT),)
     return found
 
@@ -291,7 +280,7 @@ def _pass_product(
     for i in gl.static_range(EACH):
         rights += (_right(memory, number, i, COUNT, WARPS),)
     for i in gl.static_range(0, EACH, TOGETHER):
-        group = _block_and_group(first, i, KIND, EACH)[1]
+        group = block_and_group(first, i, KIND, EACH)[1]
         own, right = words[i : i + TOGETHER], rights[i : i + TOGETHER]
         total += _groups_product(own, group, table, lane, right, KIND, WARPS)
     return total

@@ -8,6 +8,9 @@ from triton import constexpr_function
 from dsv4cli.kernels.ggml import tables
 from dsv4cli.kernels.ggml.kernel.octets import (
     EVEN,
+    HIGHEST,
+    LOWEST,
+    TO_LOWEST,
     KernelBlocks,
     bias,
     code_bytes,
@@ -16,8 +19,6 @@ from dsv4cli.kernels.ggml.kernel.octets import (
     packed_codebook,
 )
 
-# a bit in each byte of a word, the highest one, and the factor that moves the four bits of a number to the lowest ones
-_LOWEST, _HIGHEST, _TO_LOWEST = tl.constexpr(0x01010101), tl.constexpr(-0x7F7F7F80), tl.constexpr(0x00204081)
 # the magnitudes of each codebook as bytes; where there are at most four, followed by their negatives
 MAGNITUDES = {
     name: (*values, *(0,) * (4 - len(values)), *(-value & 255 for value in values), *(0,) * (4 - len(values)))
@@ -61,11 +62,11 @@ def signed_codes(words, group, lane, table, KIND: tl.constexpr):
     else:
         low, high = code_bytes(words, group, lane, table, KIND)
         if bias(KIND) == 128:
-            low, high = low ^ _HIGHEST, high ^ _HIGHEST
+            low, high = low ^ HIGHEST, high ^ HIGHEST
         elif bias(KIND):
             # without carries between the bytes
-            low = (low | _HIGHEST) - bias(KIND) * _LOWEST ^ _HIGHEST
-            high = (high | _HIGHEST) - bias(KIND) * _LOWEST ^ _HIGHEST
+            low = (low | HIGHEST) - bias(KIND) * LOWEST ^ HIGHEST
+            high = (high | HIGHEST) - bias(KIND) * LOWEST ^ HIGHEST
     return low, high
 
 
@@ -93,7 +94,7 @@ def _from_codebook(words, lane, table, KIND: tl.constexpr):
 @triton.jit
 def _negated(codes, signs):
     """Return four codes of 1 to 127, the bytes of a word, as int8, negative where a bit of `signs` is set."""
-    ones = signs * _TO_LOWEST & _LOWEST
+    ones = signs * TO_LOWEST & LOWEST
     return (codes ^ ones * 255) + ones
 
 

@@ -23,9 +23,10 @@ from dsv4cli.kernels.stored_matrix import StoredMatrix
 # the sum with a small integer is that integer in the lowest bits of an fp32 number
 _MAGIC = tl.constexpr(0x4B000000)
 _MAGIC_VALUE = tl.constexpr(2.0**23)
-# a bit in each byte of a word, and the factor that moves the four bits of a number there
-_LOWEST, _HIGHEST = tl.constexpr(0x01010101), tl.constexpr(-0x7F7F7F80)
-_TO_LOWEST = tl.constexpr(0x00204081)
+# a bit in each byte of a word, the lowest or the highest, and the factor that moves the four bits of a number to the
+# lowest ones
+LOWEST, HIGHEST = tl.constexpr(0x01010101), tl.constexpr(-0x7F7F7F80)
+TO_LOWEST = tl.constexpr(0x00204081)
 # the sign of both codes of a word, and their magnitudes
 _SIGNS, _MAGNITUDES = tl.constexpr(-0x7FFF8000), tl.constexpr(0x00FF00FF)
 # types whose 4-bit codes index a table
@@ -181,7 +182,7 @@ def _paired(low, high):
 @triton.jit
 def _signed(low, high):
     """Return eight int8, the bytes of two words, as four words of codes."""
-    negative_low, negative_high = low >> 7 & _LOWEST, high >> 7 & _LOWEST
+    negative_low, negative_high = low >> 7 & LOWEST, high >> 7 & LOWEST
     a, b, c, d = _paired((low ^ negative_low * 255) + negative_low, (high ^ negative_high * 255) + negative_high)
     return a | low << 8 & _SIGNS, b | low & _SIGNS, c | high << 8 & _SIGNS, d | high & _SIGNS
 
@@ -288,27 +289,27 @@ def code_bytes(words, group, lane, table, KIND: tl.constexpr):
         shift = group % 2 * 4
         low, high = words[5] >> shift & 0x0F0F0F0F, words[6] >> shift & 0x0F0F0F0F
         if KIND == "Q5_K":
-            low, high = low | (words[7] >> group & _LOWEST) << 4, high | (words[8] >> group & _LOWEST) << 4
+            low, high = low | (words[7] >> group & LOWEST) << 4, high | (words[8] >> group & LOWEST) << 4
     elif KIND == "Q3_K":
         # the lower scale times a code, -128 to 124, plus 128: in four bytes at once, without carries between them
         step = ((words[4] >> group // 4 * 4) & 15 | ((words[5] >> group // 2 * 2) & 3) << 4) - 32
-        low = words[2] >> group % 4 * 2 & 0x03030303 | (words[0] >> group & _LOWEST) << 2
-        high = words[3] >> group % 4 * 2 & 0x03030303 | (words[1] >> group & _LOWEST) << 2
-        zero = (128 + 4 * step) * _LOWEST
+        low = words[2] >> group % 4 * 2 & 0x03030303 | (words[0] >> group & LOWEST) << 2
+        high = words[3] >> group % 4 * 2 & 0x03030303 | (words[1] >> group & LOWEST) << 2
+        zero = (128 + 4 * step) * LOWEST
         low, high = zero - low * step, zero - high * step
     elif KIND == "Q6_K":
         shift, field = group // 2 % 2 * 4, group % 4 * 2
         low = words[0] >> shift & 0x0F0F0F0F | (words[2] >> field & 0x03030303) << 4
         high = words[1] >> shift & 0x0F0F0F0F | (words[3] >> field & 0x03030303) << 4
     elif KIND == "Q8_0":
-        low, high = words[1] ^ _HIGHEST, words[2] ^ _HIGHEST
+        low, high = words[1] ^ HIGHEST, words[2] ^ HIGHEST
     else:
         FIRST: tl.constexpr = 3 if KIND == "IQ4_XS" else 1
         shift = lane // 2 * 4
         low, high = words[FIRST] >> shift & 0x0F0F0F0F, words[FIRST + 1] >> shift & 0x0F0F0F0F
         if KIND == "Q5_0":
-            low |= ((words[3] & 15) * _TO_LOWEST & _LOWEST) << 4
-            high |= ((words[3] >> 4) * _TO_LOWEST & _LOWEST) << 4
+            low |= ((words[3] & 15) * TO_LOWEST & LOWEST) << 4
+            high |= ((words[3] >> 4) * TO_LOWEST & LOWEST) << 4
     if has_table(KIND):
         low, high = _looked_up(table, low), _looked_up(table, high)
     return low, high

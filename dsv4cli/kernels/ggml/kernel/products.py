@@ -9,7 +9,7 @@ many tokens, values are split into two bf16 numbers, which together have 16 to 1
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.ggml.kernel.fields import blocks, octets_per_block, stored_words, tile_rows
+from dsv4cli.kernels.ggml.kernel.fields import block_and_group, blocks, stored_words, tile_rows
 from dsv4cli.kernels.ggml.kernel.octet_values import octet_values
 from dsv4cli.kernels.ggml.kernel.octets import bias, decoded, has_halves, has_offset, minus_bias
 from dsv4cli.kernels.pdl import wait_for_inputs
@@ -120,17 +120,6 @@ def operand_tokens(N: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def _block_and_group(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
-    """Return the block of group `first` + i of a row, and the group's number in it: a constant if passes are blocks."""
-    PER_BLOCK: tl.constexpr = octets_per_block(KIND) // 4
-    if EACH % PER_BLOCK == 0:
-        place = first // PER_BLOCK + i // PER_BLOCK, i % PER_BLOCK
-    else:
-        place = (first + i) // PER_BLOCK, (first + i) % PER_BLOCK
-    return place
-
-
-@triton.jit
 def _pass_words(
     weights, row, first, K: tl.constexpr, KINDS: tl.constexpr, HEIGHTS: tl.constexpr, EACH: tl.constexpr,
     N: tl.constexpr,
@@ -139,7 +128,7 @@ def _pass_words(
     lane, found = tl.arange(0, row.shape[0]) % 4, ()
     for i in tl.static_range(EACH):
         for m in tl.static_range(len(weights)):
-            b, group = _block_and_group(first, i, KINDS[m], EACH)
+            b, group = block_and_group(first, i, KINDS[m], EACH)
             rows = tile_rows(weights[m], row, K, KINDS[m], HEIGHTS[m])
             found += (stored_words(rows, b, group, lane, KINDS[m], blocks(KINDS[m], K), HEIGHTS[m]),)
     if N == 8:
@@ -156,7 +145,7 @@ def _added(
     for i in tl.static_range(EACH):
         right, done = _inputs(x, offset, octet + i * 4, WARPS), ()
         for m in tl.static_range(len(sums)):
-            group = _block_and_group(first, i, KINDS[m], EACH)[1]
+            group = block_and_group(first, i, KINDS[m], EACH)[1]
             done += (sums[m] + _product(words[i * len(sums) + m], tables[m], group, right, KINDS[m], WARPS),)
         sums = done
     return sums
