@@ -19,7 +19,6 @@ from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
-from dsv4cli.kernels.launch import cdiv
 from dsv4cli.kernels.pdl import overlap
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
     from dsv4cli.kernels.experts.kernel.ggml import Tiles
 
-# rows of w1, and of w3, that a program computes
+# rows of w1, and of w3, that a program computes; widths are multiples of `int8.GROUP`, so each program has all its rows
 HALF = ROWS // 2
 
 
@@ -48,23 +47,23 @@ def outputs(
     given = tiles.row, tiles.order, tiles.start, tiles.sizes
     shape = tokens, routing.shape[1], extra
     # as for one token: the order of its sums must not depend on the other
-    up, up_warps = _matrix(weights.w1), int8.shape(hidden, cdiv(width, HALF) * (routing.shape[1] + 1))
-    _up[(cdiv(width, HALF), tiles.number + extra)](
-        x, up[0], blocks_of(weights.w3).rows, *up[1:], *_matrix(own.w1)[:1], blocks_of(own.w3).rows,
-        *_matrix(own.w1)[1:], *given, routing, limit, inner, x.stride(0), width, hidden, *shape, *up_warps,
-        num_warps=up_warps[0], **overlap(x),
+    warps, each = int8.shape(hidden, width // HALF * (routing.shape[1] + 1))
+    _up[(width // HALF, tiles.number + extra)](
+        x, *_alike(weights.w1, weights.w3), *_alike(own.w1, own.w3), *given, routing, limit, inner, x.stride(0), width,
+        hidden, *shape, warps, each, num_warps=warps, **overlap(x),
     )  # fmt: skip
-    warps = int8.shape(width, cdiv(hidden, ROWS) * (routing.shape[1] + 1))
-    _down[(cdiv(hidden, ROWS), tiles.number + extra)](
-        inner, *_matrix(weights.w2), *_matrix(own.w2), *given, found, hidden, width, *shape, *warps,
-        num_warps=warps[0], **overlap(x),
+    warps, each = int8.shape(width, hidden // ROWS * (routing.shape[1] + 1))
+    _down[(hidden // ROWS, tiles.number + extra)](
+        inner, *_alike(weights.w2), *_alike(own.w2), *given, found, hidden, width, *shape, warps, each,
+        num_warps=warps, **overlap(x),
     )  # fmt: skip
     return found
 
 
-def _matrix(matrix: StoredMatrix) -> tuple[torch.Tensor, torch.Tensor | None, str, int]:
-    blocks = blocks_of(matrix)
-    return blocks.rows, table_of(blocks), blocks.kind, blocks.height
+def _alike(*matrices: StoredMatrix) -> tuple[torch.Tensor | str | int | None, ...]:
+    """Return matrices of one type as the kernels take them: each one's blocks, then their table, type and height."""
+    blocks = [blocks_of(matrix) for matrix in matrices]
+    return *(one.rows for one in blocks), table_of(blocks[0]), blocks[0].kind, blocks[0].height
 
 
 @gluon.jit
@@ -93,19 +92,19 @@ def _of_tokens(values, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store(values, to, begins, first, N: gl.constexpr, size):
+def _store(values, to, begins, first, size):
     """Store values [R, 2] of rows from `first` on. begins: for each token, where its row begins."""
     held: gl.constexpr = values.type.layout
     row = first + gl.expand_dims(gl.arange(0, values.shape[0], gl.SliceLayout(1, held)), 1)
     token = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(0, held)), 0)
     place = to + (_of_tokens(begins, held) + row)
-    gl.store(place, values.to(to.dtype.element_ty), (row < N) & (token < size))
+    gl.store(place, values.to(to.dtype.element_ty), token < size)
 
 
 @gluon.jit
 def _store_gated(
-    x, places, w1, w3, table, row, factors, limit, to, begins, first, size, N: gl.constexpr, K: gl.constexpr,
-    KIND: gl.constexpr, HEIGHT: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
+    x, places, w1, w3, table, row, factors, limit, to, begins, first, size, K: gl.constexpr, KIND: gl.constexpr,
+    HEIGHT: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Store the gated product of rows of w1 and w3, times a factor for each token."""
     tile, place = tile_rows(w1, row, K, KIND, HEIGHT)
@@ -116,7 +115,7 @@ def _store_gated(
     dtype: gl.constexpr = to.dtype.element_ty
     values = gated_values(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), limit)
     held: gl.constexpr = values.type.layout
-    _store(values * _of_tokens(factors, held), to, begins, first, N, size)
+    _store(values * _of_tokens(factors, held), to, begins, first, size)
 
 
 @gluon_launched
@@ -150,8 +149,8 @@ def _up(
     OVERLAP: gl.constexpr,
 ):
     number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 8
-    # eight rows of both matrices; missing ones repeat the last one
-    row = gl.minimum(first + operand_rows(WARPS) % 8, N - 1)
+    # eight rows of both matrices
+    row = first + operand_rows(WARPS) % 8
     if number < 0:
         places, begins, factors = (), (), ()
         for token in gl.static_range(COUNT):
@@ -159,7 +158,7 @@ def _up(
             begins += (gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64) * N,)
             factors += (1.0,)
         _store_gated(
-            x, places, own_w1, own_w3, own_table, row, factors, limit, inner, begins, first, COUNT, N, K, OWN_KIND,
+            x, places, own_w1, own_w3, own_table, row, factors, limit, inner, begins, first, COUNT, K, OWN_KIND,
             OWN_HEIGHT, WARPS, EACH, OVERLAP,
         )  # fmt: skip
     else:
@@ -175,7 +174,7 @@ def _up(
                 begins += (position.to(gl.int64) * N,)
                 factors += (gl.load(routing + pair),)
             _store_gated(
-                x, places, w1, w3, table, expert * N + row, factors, limit, inner, begins, first, size, N, K, KIND,
+                x, places, w1, w3, table, expert * N + row, factors, limit, inner, begins, first, size, K, KIND,
                 HEIGHT, WARPS, EACH, False,
             )  # fmt: skip
 
@@ -206,7 +205,7 @@ def _down(
     OVERLAP: gl.constexpr,
 ):
     number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 16
-    row = gl.minimum(first + operand_rows(WARPS), N - 1)
+    row = first + operand_rows(WARPS)
     if number < 0:
         places, begins = (), ()
         for token in gl.static_range(COUNT):
@@ -215,7 +214,7 @@ def _down(
             begins += (position * N,)
         rows = tile_rows(own_w2, row, K, OWN_KIND, OWN_HEIGHT)
         found = products(inner, places, rows, own_table, K, OWN_KIND, OWN_HEIGHT, WARPS, EACH, OVERLAP)
-        _store(found, outputs, begins, first, N, COUNT)
+        _store(found, outputs, begins, first, COUNT)
     else:
         expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
         if size > 0:
@@ -226,6 +225,6 @@ def _down(
                 begins += (_pair(order, position).to(gl.int64) * N,)
             rows = tile_rows(w2, expert * N + row, K, KIND, HEIGHT)
             found = products(inner, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
-            _store(found, outputs, begins, first, N, size)
+            _store(found, outputs, begins, first, size)
         else:
             wait_for_inputs(OVERLAP)
