@@ -2,7 +2,7 @@
 
 `up` computes the gated product of w1 and w3 for some rows and the pairs (token, expert) of one expert, `down` computes
 w2; a third launch sums over a token's experts. Tiles of few pairs multiply codes, larger ones values. On Hopper,
-`ggml_hopper` computes the experts of many tokens.
+`ggml_hopper` computes the experts of many tokens, and `ggml_int8` those of one token or two.
 """
 
 import math

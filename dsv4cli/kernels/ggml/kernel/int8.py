@@ -2,8 +2,8 @@
 
 Codes are int8 as they are stored, or four of a word become int8 at once. An input becomes an integer of 23 bits,
 relative to the largest input of its warp's columns, and has three int8 digits, each in a column of the right operand.
-Tensor cores sum their products exactly. The integers that scale parts of a block multiply these sums, which stay below
-2 ** 28, exactly, too; the block's scale multiplies them in fp32.
+Tensor cores sum their products exactly. The integers that scale parts of a block multiply these sums exactly, too: the
+largest are 2 ** 27 (Q6_K). The block's scale multiplies them in fp32.
 
 In the left operand, lane [g, t] of a warp holds bytes 4 t to 4 t + 3 and 16 + 4 t to 19 + 4 t of rows g and g + 8: here
 the eight codes of octet t. In the right one, it holds the same bytes of column g: digit g % 4 of token g // 4.
@@ -20,7 +20,8 @@ from dsv4cli.kernels.ggml.kernel.octets import LOWEST, block_scales, has_halves,
 from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 
-# 1.5 * 2 ** 23 in fp32: its sum with an integer below 2 ** 22 has that integer in its lowest bits
+# 1.5 * 2 ** 23 in fp32: its sum with an integer of up to 2 ** 22 has that integer in its lowest bits. The largest sum
+# of a block without steps is 2 ** 22 (Q3_K: 256 codes of -128 times digits of -128)
 _MAGIC, _MAGIC_VALUE = gl.constexpr(0x4B400000), gl.constexpr(12582912.0)
 # half of each digit's range: after it is added, an integer's three lowest bytes are its digits plus this
 _HALVES = gl.constexpr(0x00808080)
