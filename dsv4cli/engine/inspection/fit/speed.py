@@ -6,7 +6,7 @@ measurements on H200 and H100 (docs/internals/performance.md); the tests compare
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import log2
 
 from dsv4cli.engine.config.model_config import ModelConfig
@@ -33,21 +33,22 @@ class KernelRates:
 
     Attributes:
         layer: seconds per layer of a decode step that no bandwidth shortens: launches, and waits in the kernels.
-        compute: share of the nominal bf16 rate that prefill reaches on Hopper.
-        elsewhere: the same on other GPUs, which lack some of the kernels.
+        compute: share of the nominal bf16 rate that prefill reaches.
         cards: the cards on which they were measured, so that estimates are calibrated to them.
+        elsewhere: those of GPUs other than Hopper, if these lack some of the kernels.
     """
 
     layer: float
     compute: float
-    elsewhere: float
     cards: frozenset[str]
+    elsewhere: "KernelRates | None" = None
 
 
-# for the official form and NVFP4, and for GGUF blocks
-STORED = KernelRates(44e-6, 0.55, 0.55, frozenset({"H100", "H200"}))
-# elsewhere: with the time of other GPUs' experts on an H200, 33 ms per layer of 8,192 tokens instead of 7
-BLOCKS = KernelRates(137e-6, 0.377, 0.125, frozenset({"H200"}))
+# for the official form and NVFP4
+STORED = KernelRates(44e-6, 0.55, frozenset({"H100", "H200"}))
+# for GGUF blocks; elsewhere with the times of other GPUs' kernels on an H200: 6.76 ms per token, and for the experts of
+# 8,192 tokens 33 ms per layer instead of 7
+BLOCKS = KernelRates(75e-6, 0.40, frozenset({"H200"}), elsewhere=KernelRates(95e-6, 0.125, frozenset()))
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,8 @@ def estimate(
         return None
     card, calibrated = CARDS[name], name in kernels.cards
     low, high = CALIBRATED if calibrated else BY_DATA_SHEET
-    if KNOWN.get(name) != "hopper":
-        kernels = replace(kernels, compute=kernels.elsewhere)
+    if KNOWN.get(name) != "hopper" and kernels.elsewhere is not None:
+        kernels = kernels.elsewhere
 
     def spread(rate: float) -> Range:
         return Range(rate * low, rate * high)
