@@ -120,3 +120,12 @@ def test_a_mask_may_come_from_a_number():
     assert torch.equal(y, torch.cat([x[:5], torch.full((3,), -1.0)]))
     _masked_by_a_number[(1,)](x, y, 5, 5, 8)
     assert torch.equal(y, torch.full((8,), -1.0))
+
+
+@pytest.mark.parametrize(("source", "target"), [(7, 8), (8, 7)])
+def test_places_beyond_the_tensors_are_refused(source, target):
+    x, y = torch.ones(source), torch.zeros(target)
+    _convert[(1,)](x, y, 7, 8)
+    assert y.sum() == 7
+    with pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 8 places are beyond the tensors"):
+        _convert[(1,)](x, y, 8, 8)

@@ -6,7 +6,7 @@ Without this it cuts fp32 to bf16 instead of rounding, takes the bits of bf16 fo
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -28,8 +28,12 @@ def correct() -> None:
         ("binary_op", wide_operation),
         ("unary_op", wide_operation),
         ("create_masked_load", poisoned_load),
+        ("create_masked_load", bounded(0, 1)),
+        ("create_masked_store", bounded(0, 2)),
+        ("create_atomic_rmw", bounded(1, 3)),
     ):
         setattr(builder, name, wrap(getattr(builder, name)))
+    executor._init_args_hst = remembering_places(executor._init_args_hst)
     builder.create_fp_to_fp = conversion
     interpreter._patch_lang_tensor = with_index(interpreter._patch_lang_tensor)
     launched: set[str] = set()
@@ -111,6 +115,60 @@ def poisoned_load(load: Method) -> Method:
         return load(self, pointers, mask, other, *hints, **named)
 
     return call
+
+
+# where the memory of a launch's tensors begins and ends, in ascending order
+_begins, _ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+
+
+def remembering_places(init: Method) -> Method:
+    """Note the memory of all tensors that a kernel is given."""
+
+    def call(self: Any, arguments: Any, named: Any) -> Any:
+        global _begins, _ends
+        given = init(self, arguments, named)
+        places = {
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            for storage in storages((*given[0], *given[1].values()))
+        }
+        both = np.array(sorted(places), np.uint64).reshape(-1, 2)
+        _begins, _ends = both[:, 0], both[:, 1]
+        return given
+
+    return call
+
+
+def storages(given: Any) -> Iterator[torch.UntypedStorage]:
+    """Yield the memory of tensors, also those in tuples and descriptors."""
+    if isinstance(given, torch.Tensor):
+        yield given.untyped_storage()
+    elif isinstance(given, tuple):
+        for one in given:
+            yield from storages(one)
+    elif hasattr(given, "base"):
+        yield from storages(given.base)
+
+
+def bounded(pointers: int, mask: int) -> Callable[[Method], Method]:
+    """Fail where a kernel loads or stores beyond its tensors: a GPU may have mapped no memory there.
+
+    pointers, mask: which arguments they are.
+    """
+
+    def wrap(access: Method) -> Method:
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            given, inside = arguments[pointers], arguments[mask].data
+            places = given.data[np.broadcast_to(inside, given.data.shape)]
+            if places.size:
+                last = np.searchsorted(_begins, places, side="right") - 1
+                size = np.uint64(given.get_element_ty().primitive_bitwidth + 7 >> 3)
+                known = (last >= 0) & (places + size <= _ends[last])
+                assert known.all(), f"{(~known).sum()} of {places.size} places are beyond the tensors"
+            return access(self, *arguments, **named)
+
+        return call
+
+    return wrap
 
 
 def quiet(launch: Method, launched: set[str]) -> Method:
