@@ -33,7 +33,10 @@ def run(kernel: Any, grid: int | tuple[int, ...], *arguments: Any) -> None:
     """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element."""
     sizes = (grid,) if isinstance(grid, int) else grid
     for numbers in product(*map(range, sizes)):
-        _in_python(kernel, {}, Language(numbers, sizes))(*map(_pointed, arguments))
+        language = Language(numbers, sizes)
+        _in_python(kernel, {}, language)(*map(_pointed, arguments))
+        # a copy that ends later would write to the shared memory of the next program
+        assert all(barrier.seen == barrier.phase for barrier in language.barriers if barrier.copied), "not awaited"
 
 
 def _pointed(value: Any) -> Any:
@@ -199,11 +202,12 @@ class Barrier:
 
     def __init__(self) -> None:
         self.condition, self.phase, self.count, self.pending, self.bytes = threading.Condition(), 0, 0, 0, 0
+        self.copied, self.seen = False, 0
 
     def arrive(self, count: int, more: int = 0) -> None:
         """more: bytes that are expected, or negative if they have come."""
         with self.condition:
-            self.pending, self.bytes = self.pending - count, self.bytes + more
+            self.pending, self.bytes, self.copied = self.pending - count, self.bytes + more, self.copied or more != 0
             assert self.pending >= 0, "more have arrived than were expected"
             if not self.pending and not self.bytes:
                 self.phase, self.pending = self.phase + 1, self.count
@@ -212,13 +216,14 @@ class Barrier:
     def wait(self, parity: int) -> None:
         with self.condition:
             assert self.condition.wait_for(lambda: self.phase & 1 != parity, PATIENCE), "nobody arrives"
+            self.seen = self.phase
 
 
 class Language:
     """`gl` and `tl` of a program; layouts are what they are in Gluon."""
 
     def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...]) -> None:
-        self.numbers, self.sizes = numbers, sizes
+        self.numbers, self.sizes, self.barriers = numbers, sizes, list[Barrier]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name) if hasattr(gl, name) else getattr(tl, name)
@@ -335,7 +340,9 @@ class Language:
 
     def allocate_shared_memory(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
         if dtype == gl.int64:
-            return Barriers(Barrier() for _ in range(shape[0]))
+            made = Barriers(Barrier() for _ in range(shape[0]))
+            self.barriers += made
+            return made
         wanted = DTYPES[dtype.name]
         return Shared(torch.full([int(size) for size in shape], POISON[wanted], dtype=wanted))
 
