@@ -159,14 +159,17 @@ def test_rounded_inputs(interpreted):
 def test_a_mixture_has_these_launches_where_they_are_supported(interpreted, monkeypatch):
     from dsv4cli.kernels.experts.kernel import ggml_int8
 
-    launched, outputs = list[int](), ggml_int8.outputs
+    launched, shapes, outputs, shape = list[int](), list[tuple[int, int]](), ggml_int8.outputs, int8.shape
     monkeypatch.setattr(ggml_int8, "outputs", lambda *given: (launched.append(len(given[0])), outputs(*given))[1])
+    monkeypatch.setattr(int8, "shape", lambda *given: (shapes.append(given), shape(*given))[1])
     weights = stacks("Q8_0", "Q4_0", 2, 32, 32)
     shared = ExpertWeights(*(matrix.row(0) for matrix in weights.matrices))
     for tokens in (1, 2, 3):
         given = weights, shared, *routes(tokens, 2, 2), LIMIT, False, torch.bfloat16
         experts.mixture(torch.randn(tokens, 32).bfloat16(), *given)
     assert launched == [1, 2]
+    # two tokens have more tiles, but the order of a token's sums does not depend on the other
+    assert shapes[:2] == shapes[2:]
     monkeypatch.setattr(int8, "takes_gluon", lambda device: False)
     experts.mixture(torch.randn(1, 32).bfloat16(), weights, shared, *routes(1, 2, 2), LIMIT, False, torch.bfloat16)
     assert launched == [1, 2]
