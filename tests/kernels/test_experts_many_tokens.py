@@ -58,7 +58,7 @@ def routed(tokens: int, count: int, chosen: int) -> tuple[torch.Tensor, torch.Te
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
     ("tokens", "chosen", "count", "size"),
-    [(1, 6, 256, 16), (257, 1, 1, 64), (700, 3, 5, 16), (300, 2, 384, 128), (131, 8, 8, 32)],
+    [(1, 6, 256, 16), (2, 6, 256, 2), (257, 1, 1, 64), (700, 3, 5, 16), (300, 2, 384, 128), (131, 8, 8, 32)],
 )
 def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
     experts, _ = routed(tokens, count, chosen)
@@ -69,6 +69,7 @@ def test_pairs_by_expert_in_tiles(tokens, chosen, count, size):
     for expert, pairs in enumerate(experts.flatten().bincount(minlength=count).tolist()):
         expected += [(int(rows[expert]), start + first, min(size, pairs - first)) for first in range(0, pairs, size)]
         start += pairs
+    assert len(expected) <= len(groups.rows) <= experts.numel()
     needed = slice(len(expected))
     found = zip(groups.row[needed].tolist(), groups.start[needed].tolist(), groups.rows[needed].tolist(), strict=True)
     assert list(found) == expected

@@ -21,7 +21,7 @@ from tests.kernels.test_ggml_products import HOT, LIMIT, OTHERS, blocks, stacks,
 from tests.support.ggml_blocks import block_matrix
 from tests.support.slow import slow, slow_rows
 
-KINDS = [*HOT, "Q4_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K")))]
+KINDS = [*HOT, "Q4_K", "Q6_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K", "Q6_K")))]
 # warps and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of them, one pass and several
 SHAPES = [(2, 8), *slow((4, 8), (4, 4), (8, 2), (1, 8))]
 
@@ -52,10 +52,10 @@ def uneven(tokens, width):
     return (torch.randn(tokens, width) * torch.exp(2 * torch.randn(tokens, width))).bfloat16()
 
 
-def assert_exact(y, x, values):
-    """Inputs have 22 bits from the largest one on, or multiples of 2 ** -126; their products' sums are in fp32."""
+def assert_exact(y, x, values, error=2.0**-22):
+    """Inputs have an error of 2 ** -22 of the largest one, or of 2 ** -127; their products' sums are in fp32."""
     x, values = x.double(), values.double()
-    rounding = (2.0**-22 * x.abs().amax(1, keepdim=True)).clamp(min=2.0**-127) * values.abs().sum(1)
+    rounding = (error * x.abs().amax(1, keepdim=True)).clamp(min=2.0**-127) * values.abs().sum(1)
     sums = 2.0**-21 * (x.abs() @ values.abs().T)
     assert ((y.double() - x @ values.T).abs() <= rounding + sums).all()
 
@@ -103,6 +103,13 @@ def test_matrices_and_groups(tokens, interpreted):
     for group in range(3):
         own = gemm.linear(x[:, group].contiguous(), BlockMatrix.of(matrix.weight[12 * group :][:12], "Q2_K"))
         torch.testing.assert_close(y[:, group], own, rtol=2**-7, atol=2**-7)
+
+
+def test_inputs_have_22_bits(interpreted):
+    matrix, x = blocks("Q8_0", 16, 64), torch.full((2, 64), 2.0**-21).bfloat16()
+    x[0, 7], x[1, 63] = 1, -1.9921875  # the largest number below 2
+    x[1, :63] *= 3
+    assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values(), error=0.0)
 
 
 @pytest.mark.parametrize("largest", [0.0, 2.0**-120, 2.0**120, float("inf"), float("nan")])

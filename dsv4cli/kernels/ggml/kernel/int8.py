@@ -293,7 +293,8 @@ def _results(sums, factors, WARPS: gl.constexpr):
     held: gl.constexpr = _sums_layout(WARPS)
     t = _numbers(4, 3, 5, held)
     digit = t % 2 * 2 + _numbers(2, 4, 5, held)
-    power = gl.where(digit == 0, 1.0, gl.where(digit == 1, 256.0, gl.where(digit == 2, 65536.0, 0.0)))
+    # the fourth digit is 0
+    power = gl.where(digit == 0, 1.0, gl.where(digit == 1, 256.0, 65536.0))
     own: gl.constexpr = _only(0, 5, held)
     factor = _along(gl.convert_layout(factors[0], own), 0, 5)
     if len(factors) == 2:
