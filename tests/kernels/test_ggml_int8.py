@@ -105,6 +105,14 @@ def test_matrices_and_groups(tokens, interpreted):
         torch.testing.assert_close(y[:, group], own, rtol=2**-7, atol=2**-7)
 
 
+def test_the_warps_of_groups_do_not_depend_on_the_number_of_tokens(interpreted, monkeypatch):
+    shapes, shape = list[tuple[int, int]](), int8.shape
+    monkeypatch.setattr(int8, "shape", lambda *given: (shapes.append(given), shape(*given))[1])
+    for tokens in (1, 2):
+        gemm.grouped_linear(torch.randn(tokens, 3, 64).bfloat16(), blocks("Q8_0", 3 * 20, 64))
+    assert shapes == [(64, 3 * 2)] * 2
+
+
 def test_inputs_have_22_bits(interpreted):
     matrix, x = blocks("Q8_0", 16, 64), torch.full((2, 64), 2.0**-21).bfloat16()
     x[0, 7], x[1, 63] = 1, -1.9921875  # the largest number below 2

@@ -19,7 +19,7 @@ from dsv4cli.kernels.ggml.kernel.octets import (
     packed_codebook,
 )
 
-# the magnitudes of each codebook as bytes; where there are at most four, followed by their negatives
+# the magnitudes of each codebook as bytes; where there are fewer than four, followed by their negatives
 MAGNITUDES = {
     name: (*values, *(0,) * (4 - len(values)), *(-value & 255 for value in values), *(0,) * (4 - len(values)))
     if len(values) < 4 else values
@@ -30,8 +30,7 @@ MAGNITUDES = {
 @constexpr_function
 def _magnitudes(kind, half):
     """Return four of a codebook's bytes as a word."""
-    word = sum(int(value) << 8 * place for place, value in enumerate(MAGNITUDES[kind][half * 4 : half * 4 + 4]))
-    return word - (1 << 32) if word >> 31 else word
+    return sum(int(value) << 8 * place for place, value in enumerate(MAGNITUDES[kind][half * 4 : half * 4 + 4]))
 
 
 @constexpr_function
@@ -87,13 +86,16 @@ def _from_codebook(words, lane, table, KIND: tl.constexpr):
         low, high = _chosen(chosen, KIND), _chosen(chosen >> 16, KIND)
     else:
         low = _negated(_chosen(tl.load(table + first).to(tl.int32), KIND), signs & 15)
-        high = _negated(_chosen(tl.load(table + second).to(tl.int32), KIND), signs >> 4 & 15)
+        high = _negated(_chosen(tl.load(table + second).to(tl.int32), KIND), signs >> 4)
     return low, high
 
 
 @triton.jit
 def _negated(codes, signs):
-    """Return four codes of 1 to 127, the bytes of a word, as int8, negative where a bit of `signs` is set."""
+    """Return four codes of 1 to 127, the bytes of a word, as int8, negative where a bit of `signs` is set.
+
+    signs: less than 128; the four lowest bits count.
+    """
     ones = signs * TO_LOWEST & LOWEST
     return (codes ^ ones * 255) + ones
 
