@@ -221,6 +221,8 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
     assert not any(int8.takes(one, 256) for one in (x.float(), torch.zeros(3, 256).bfloat16(), x[:0]))
     assert int8.takes(x, 16_384)
     assert not any(int8.takes(x, width) for width in (40, 16_384 + 32))
+    for inner, hidden in ((32, 16_384 + 32), (16_384 + 32, 32)):
+        assert not routed.takes_int8(torch.zeros(1, hidden).bfloat16(), stacks("Q8_0", "Q8_0", 1, inner, hidden))
     with exact_rows(True):
         assert not int8.takes(x, 256)
 
