@@ -1,7 +1,8 @@
 """What the linears of few rows share: descriptions of their products, and the values of FP4 and FP8 codes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import triton
@@ -37,6 +38,11 @@ def runs_alike(products: Sequence[Product]) -> tuple[int, ...]:
     """Return the first index of each run of products that need the same instructions, then the number of products."""
     kinds = [(*(part is not None and part.dtype for part in p.matrix), p.rounded, p.dtype) for p in products]
     return *(i for i in range(len(kinds)) if not i or kinds[i] != kinds[i - 1]), len(kinds)
+
+
+def first_programs(counts: Iterable[int]) -> tuple[int, ...]:
+    """Return the first program of each product, and the number of all programs, given how many each product has."""
+    return tuple(accumulate(counts, initial=0))
 
 
 def bits(stored: torch.Tensor | None) -> torch.Tensor | None:

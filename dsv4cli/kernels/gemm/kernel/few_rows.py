@@ -24,6 +24,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     add_exact_products,
     bits,
     block_scales,
+    first_programs,
     one_of,
     runs_alike,
 )
@@ -59,13 +60,11 @@ def multiply(
     tokens, groups, width = x.shape
     warps, ahead, times, registers = tiles
     numbers = tuple(y.shape[-1] for y in results)
-    starts = [0]
-    for n in numbers:
-        starts.append(starts[-1] + cdiv(n, ROWS * times))
+    starts = first_programs(cdiv(n, ROWS * times) for n in numbers)
     _few_rows[(starts[-1], groups)](
         x, norm and norm.weight,
         tuple(p.matrix.weight for p in products), tuple(bits(p.matrix.scale) for p in products), tuple(results),
-        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, tuple(starts), numbers,
+        tokens, x.stride(0), x.stride(1), norm.eps if norm else 0.0, starts, numbers,
         runs_alike(products), width, tuple(p.rounded for p in products), warps, ahead, times, num_warps=warps,
         **overlap(x), **({"maxnreg": registers} if registers else {}),
     )  # fmt: skip

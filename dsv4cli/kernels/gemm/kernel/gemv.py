@@ -25,6 +25,7 @@ from dsv4cli.kernels.gemm.kernel.dequant import (
     e4m3_rounded,
     e4m3_values,
     e8m0_values,
+    first_programs,
     one_of,
     read_once,
     runs_alike,
@@ -124,14 +125,12 @@ def _launch(
     tokens, groups, width = x.shape
     rows, warps, together, size = tiles
     numbers = tuple(y.shape[-1] for y in results)
-    starts, times = [0], []
-    for n, p in zip(numbers, products, strict=True):
-        times.append(max(1, size // (rows * width * p.matrix.weight.itemsize)))
-        starts.append(starts[-1] + cdiv(n, rows * times[-1]))
+    times = tuple(max(1, size // (rows * width * p.matrix.weight.itemsize)) for p in products)
+    starts = first_programs(cdiv(n, rows * each) for n, each in zip(numbers, times, strict=True))
     _rows[(starts[-1], groups, cdiv(tokens, together))](
         x, norm and norm.weight, tuple(bits(p.matrix.weight) for p in products),
         tuple(bits(p.matrix.scale) for p in products), tuple(results), tokens, x.stride(0), x.stride(1),
-        norm.eps if norm else 0.0, tuple(starts), tuple(times), numbers, runs_alike(products), width,
+        norm.eps if norm else 0.0, starts, times, numbers, runs_alike(products), width,
         tuple(p.rounded for p in products), has_fp8(x), rows, max(128, next_power_of_2(width)), together,
         together == 1 and starts[-1] * groups * warps <= _AT_ONCE, num_warps=warps, **overlap(x),
     )  # fmt: skip

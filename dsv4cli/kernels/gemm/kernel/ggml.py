@@ -12,7 +12,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.gemm.kernel import ggml_fp16
-from dsv4cli.kernels.gemm.kernel.dequant import one_of
+from dsv4cli.kernels.gemm.kernel.dequant import first_programs, one_of
 from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks, blocks_of, has_codes
 from dsv4cli.kernels.ggml.kernel.products import GROUP, ROWS, few_products, many_products, operand_rows, operand_tokens
@@ -86,13 +86,12 @@ def splits(width: int, programs: int) -> tuple[int, int]:
 
 
 def _multiply_few(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks, torch.Tensor]]) -> None:
-    (tokens, groups, width), numbers, starts = x.shape, tuple(y.shape[-1] for _, y in pairs), [0]
-    for n in numbers:
-        starts.append(starts[-1] + cdiv(n, ROWS))
+    (tokens, groups, width), numbers = x.shape, tuple(y.shape[-1] for _, y in pairs)
+    starts = first_programs(cdiv(n, ROWS) for n in numbers)
     warps, each = splits(width, groups * starts[-1])
     _few[(starts[-1], groups)](
         x, tuple(blocks.rows for blocks, _ in pairs), pairs[0][0].table, tuple(y for _, y in pairs), tokens,
-        x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, pairs[0][0].height, 8 if tokens <= 8 else 16,
+        x.stride(0), x.stride(1), starts, numbers, width, kind, pairs[0][0].height, 8 if tokens <= 8 else 16,
         warps, each, num_warps=warps, **overlap(x),
     )  # fmt: skip
 

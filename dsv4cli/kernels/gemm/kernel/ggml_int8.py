@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from triton.experimental.gluon import language as gl
 
-from dsv4cli.kernels.gemm.kernel.dequant import one_of
+from dsv4cli.kernels.gemm.kernel.dequant import first_programs, one_of
 from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.kernel.fields import tile_rows
 from dsv4cli.kernels.ggml.kernel.int8 import operand_rows, products
@@ -18,13 +18,12 @@ from dsv4cli.kernels.pdl import overlap
 
 def multiply(x: torch.Tensor, kind: str, pairs: Sequence[tuple[KernelBlocks, torch.Tensor]]) -> None:
     """Multiply x bf16 [T, G, K] by each matrix of one type [G * N, K] into its result [T, G, N]."""
-    (tokens, groups, width), numbers, starts = x.shape, tuple(y.shape[-1] for _, y in pairs), [0]
-    for n in numbers:
-        starts.append(starts[-1] + cdiv(n, int8.ROWS))
+    (tokens, groups, width), numbers = x.shape, tuple(y.shape[-1] for _, y in pairs)
+    starts = first_programs(cdiv(n, int8.ROWS) for n in numbers)
     warps, each = int8.shape(width, groups * starts[-1])
     _linears[(starts[-1], groups)](
         x, tuple(blocks.rows for blocks, _ in pairs), table_of(pairs[0][0]), tuple(y for _, y in pairs),
-        x.stride(0), x.stride(1), tuple(starts), numbers, width, kind, pairs[0][0].height, tokens,
+        x.stride(0), x.stride(1), starts, numbers, width, kind, pairs[0][0].height, tokens,
         warps, each, num_warps=warps, **overlap(x),
     )  # fmt: skip
 

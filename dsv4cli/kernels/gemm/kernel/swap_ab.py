@@ -17,7 +17,15 @@ from dsv4cli.kernels.block_scale import kernel as block_scale
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.card import has_fp8
 from dsv4cli.kernels.formats import FP8_BLOCK
-from dsv4cli.kernels.gemm.kernel.dequant import Product, add_exact_products, bits, block_scales, one_of, runs_alike
+from dsv4cli.kernels.gemm.kernel.dequant import (
+    Product,
+    add_exact_products,
+    bits,
+    block_scales,
+    first_programs,
+    one_of,
+    runs_alike,
+)
 from dsv4cli.kernels.launch import cdiv, launched, next_power_of_2
 from dsv4cli.kernels.pdl import overlap, wait_for_inputs
 from dsv4cli.kernels.workspace import words
@@ -46,15 +54,13 @@ def multiply(x: torch.Tensor, products: Sequence[Product], results: list[torch.T
     tokens, groups, width = x.shape
     rows, splits, stages, warps = tiles
     numbers = tuple(y.shape[-1] for y in results)
-    starts = [0]
-    for n in numbers:
-        starts.append(starts[-1] + cdiv(n, rows))
+    starts = first_programs(cdiv(n, rows) for n in numbers)
     columns = max(16, next_power_of_2(tokens))
     parts = torch.empty(starts[-1] * groups * splits if splits > 1 else 0, rows, columns, device=x.device)
     coded = block_scale.fp8_round(x[:, 0], FP8_BLOCK) if tokens > OWN and any(p.rounded for p in products) else None
     _swap_ab[(starts[-1], groups, splits)](
         x, coded, tuple(p.matrix.weight for p in products), tuple(bits(p.matrix.scale) for p in products),
-        tuple(results), parts, words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), tuple(starts), numbers,
+        tuple(results), parts, words(x.device, _MOST_SHARED), tokens, x.stride(0), x.stride(1), starts, numbers,
         runs_alike(products), width, tuple(p.rounded for p in products), cdiv(cdiv(width, _STEP.value), splits), rows,
         columns, splits, stages, num_warps=warps, **overlap(x),
     )  # fmt: skip
