@@ -48,7 +48,7 @@ def interpreted(triton_backend, monkeypatch):
 
 
 def uneven(tokens, width):
-    """Return inputs of which a few are much larger than the others."""
+    """Return inputs with a few outliers."""
     return (torch.randn(tokens, width) * torch.exp(2 * torch.randn(tokens, width))).bfloat16()
 
 

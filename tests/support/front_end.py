@@ -34,8 +34,8 @@ def front_end(source: Any, target: Any, options: dict[str, Any]) -> None:
     raise Passed
 
 
-def operations(kind: str) -> dict[str, Callable[[], object]]:
-    """Return what launches each kernel first, by a name."""
+def operations(kind: str, which: str) -> dict[str, Callable[[], object]]:
+    """Return operations by name, each of which launches another kernel first. which: "few" or "all"."""
     from dsv4cli.kernels import embedding, experts, gemm
     from dsv4cli.kernels.experts import ExpertWeights
     from dsv4cli.kernels.experts.kernel import ggml as routed
@@ -68,10 +68,10 @@ def operations(kind: str) -> dict[str, Callable[[], object]]:
         "experts of 4": lambda: routed.routed_outputs(values(4, WIDE), weights(4), *chosen(4), 10.0, False),
         "embedding": lambda: embedding.embed(values(3, dtype=torch.int64), matrix(64, WIDE), torch.bfloat16),
     }
-    return few | (more if sys.argv[1] == "all" else {})
+    return few | (more if which == "all" else {})
 
 
-def refused() -> Iterator[str]:
+def refused(which: str) -> Iterator[str]:
     """Yield the kernels that the front end refuses, and why."""
     from dsv4cli.kernels.dispatch import use
 
@@ -80,7 +80,7 @@ def refused() -> Iterator[str]:
     empty = patch(f"{octets}._codebook", lambda _: torch.empty(1, dtype=torch.int32, device="cpu"))
     with inserted(H200), use("triton"), patch("triton.compiler.compile", front_end), empty:
         for kind in kinds:
-            for name, operation in operations(kind).items():
+            for name, operation in operations(kind, which).items():
                 try:
                     operation()
                 except Passed:
@@ -92,5 +92,5 @@ def refused() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    for line in refused():
+    for line in refused(sys.argv[1]):
         sys.stdout.write(line.replace("\n", " ") + "\n")

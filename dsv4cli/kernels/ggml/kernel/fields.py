@@ -89,7 +89,7 @@ def _u64(at, ALIGN: tl.constexpr):
 def block_and_group(first, i, KIND: tl.constexpr, EACH: tl.constexpr):
     """Return the block of group `first` + i of 32 columns of a row, and the group's number in it, int32.
 
-    The number is a constant if EACH groups, a multiple of which `first` is, are whole blocks.
+    `first` is a multiple of EACH. If EACH groups are whole blocks, the number is known when the kernel is compiled.
     """
     PER_BLOCK: tl.constexpr = octets_per_block(KIND) // 4
     if EACH % PER_BLOCK == 0:

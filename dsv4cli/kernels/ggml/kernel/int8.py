@@ -14,10 +14,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from dsv4cli.kernels.ggml.kernel.fields import block_and_group, blocks, stored_words
+from dsv4cli.kernels.ggml.kernel.fields import block_and_group, blocks, octets_per_block, stored_words
 from dsv4cli.kernels.ggml.kernel.int8_codes import signed_codes
 from dsv4cli.kernels.ggml.kernel.octets import LOWEST, block_scales, has_halves, has_offset, has_steps, steps
-from dsv4cli.kernels.ggml.types import TYPES
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 
 # 1.5 * 2 ** 23 in fp32: its sum with an integer of up to 2 ** 22 has that integer in its lowest bits. The largest sum
@@ -249,13 +248,6 @@ def _groups_product(words, group, table, lane, rights, KIND: gl.constexpr, WARPS
     return total
 
 
-@constexpr_function
-def _groups_together(kind, each):
-    """Return how many groups of 32 columns of a pass are multiplied together: those of a block, or one."""
-    groups = max(TYPES[kind].values // 32, 1)
-    return groups if each % groups == 0 else 1
-
-
 @gluon.jit
 def _pass_words(
     rows, first, lane, KIND: gl.constexpr, BLOCKS: gl.constexpr, HEIGHT: gl.constexpr, EACH: gl.constexpr
@@ -274,8 +266,9 @@ def _pass_product(
     EACH: gl.constexpr,
 ):  # fmt: skip
     """Return the products of pass `number`, EACH groups of 32 columns from group `first` on."""
-    # whole blocks, or single groups
-    TOGETHER: gl.constexpr = _groups_together(KIND, EACH)
+    PER_BLOCK: gl.constexpr = octets_per_block(KIND) // 4
+    # groups that are multiplied together: whole blocks, or single groups
+    TOGETHER: gl.constexpr = PER_BLOCK if EACH % PER_BLOCK == 0 else 1
     total = gl.full([WARPS, 2, 8, 4, 2], 0.0, gl.float32, _sums_layout(WARPS))
     rights = ()
     for i in gl.static_range(EACH):
