@@ -12,6 +12,11 @@ if torch.cuda.is_available() or sys.platform != "linux":
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from tests.support.gluon_interpreter import Descriptor, run
 
 NARROW = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -129,3 +134,21 @@ def test_places_beyond_the_tensors_are_refused(source, target):
     assert y.sum() == 7
     with pytest.raises(triton.runtime.errors.InterpreterError, match="1 of 8 places are beyond the tensors"):
         _convert[(1,)](x, y, 8, 8)
+
+
+@gluon.jit
+def _copied_by_tma(matrix, WAITS: gl.constexpr):
+    memory = gl.allocate_shared_memory(gl.int8, [16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(barrier, count=1)
+    mbarrier.expect(barrier, 256)
+    tma.async_copy_global_to_shared(matrix, [0, 0], barrier, memory)
+    if WAITS:
+        mbarrier.wait(barrier, 0)
+
+
+def test_a_copy_that_no_one_awaits_is_refused():
+    matrix = Descriptor(torch.zeros(16, 16, dtype=torch.int8), (16, 16))
+    run(_copied_by_tma, 1, matrix, True)
+    with pytest.raises(AssertionError, match="not awaited"):
+        run(_copied_by_tma, 1, matrix, False)
