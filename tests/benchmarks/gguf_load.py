@@ -3,8 +3,10 @@
 python -m tests.benchmarks.gguf_load --layers 3 --experts 192 --threads 8 --threads 16     (6.8 GB)
 
 Writes a file with the tensors of Flash in the types of ds4's 2-bit files, then loads it: once after its pages were
-dropped from the page cache, and for each number of threads twice from the page cache. Prints GB/s of the file, the
-cores that were busy, and the peak of the process's memory beyond what it had before and, on a CPU, beyond the weights.
+dropped from the page cache, and for each number of threads twice from the page cache. Prints GB/s of the file, seconds
+before the first and after the last bytes, the cores that were busy, and the peak of the process's memory beyond what it
+had before and, on a CPU, beyond the weights. On a GPU, also the peak of its memory beyond the weights, in tensors and
+as the allocator reserved it.
 """
 
 import argparse
@@ -98,25 +100,45 @@ def resident() -> int:
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def forget(device: torch.device) -> None:
+    """Returns what allocators keep of the model of the run before: it would count as memory that the process had."""
+    ctypes.CDLL(None).malloc_trim(0)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # pinned buffers, so that each run pays for them
+        torch.cuda.reset_peak_memory_stats()
+
+
 def load(path: Path, device: torch.device, threads: int, what: str) -> None:
     """Loads the file once and prints how long that took."""
-    # what malloc keeps of the model of the run before would count as memory that the process had
-    ctypes.CDLL(None).malloc_trim(0)
+    forget(device)
+    on_gpu, times = device.type == "cuda", list[float]()
     size, begin, begun = path.stat().st_size, perf_counter(), process_time()
     # blocks stay as stored, whatever memory a CPU has
     supply = partial(read.stored, threads=threads)
     with PeakMemory() as memory, use("triton"), patch("dsv4cli.engine.weights.gguf.stored", supply):
-        model = load_model(FolderSource("benchmark", path), Numerics.reference(), device=device)
-        if device.type == "cuda":
+        model = load_model(
+            FolderSource("benchmark", path),
+            Numerics.reference(),
+            device=device,
+            progress=lambda done, total: times.append(perf_counter()),
+        )
+        if on_gpu:
             torch.cuda.synchronize()
-    elapsed, cpu = perf_counter() - begin, process_time() - begun
-    held = sum(parameter.nbytes for parameter in model.parameters()) if device.type == "cpu" else 0
-    peak = (memory.most - memory.before - held) / 1e9
+    end, cpu = perf_counter(), process_time() - begun
+    elapsed, first, last = end - begin, times[1] - begin, end - times[-1]
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    peak = (memory.most - memory.before - (0 if on_gpu else held)) / 1e9
     print(
-        f"{what}, {threads} threads: {elapsed:.2f} s, {size / elapsed / 1e9:.2f} GB/s, {cpu / elapsed:.1f} cores busy, "
-        f"{size / cpu / 1e9:.2f} GB per second of CPU time, peak {peak:.2f} GB",
+        f"{what}, {threads} threads: {elapsed:.2f} s (first bytes after {first:.2f} s, {last:.2f} s after the last), "
+        f"{size / elapsed / 1e9:.2f} GB/s, {cpu / elapsed:.1f} cores busy, {size / cpu / 1e9:.2f} GB per second of CPU "
+        f"time, peak {peak:.2f} GB",
+        end="" if on_gpu else "\n",
         flush=True,
     )
+    if on_gpu:
+        tensors, reserved = torch.cuda.max_memory_allocated() - held, torch.cuda.max_memory_reserved() - held
+        print(f", on the GPU {tensors / 1e9:.2f} GB in tensors, {reserved / 1e9:.2f} GB reserved", flush=True)
 
 
 def main() -> None:

@@ -111,6 +111,9 @@ def fill(
             done += nbytes
             if progress is not None:
                 progress(done, total)
+    if torch.device(device).type == "cuda":
+        # return temporary memory that the allocator keeps: CUDA graphs do not allocate from it
+        torch.cuda.empty_cache()
     missing = [name for name, left in waiting.items() if left]
     if missing:
         raise CheckpointError(f"{len(missing)} tensors are missing; the first is {min(missing)}")
@@ -160,10 +163,15 @@ def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:
 def check_blocks(spec: TensorSpec, rows: Any) -> None:
     """Raise CheckpointError if a GGUF block of these rows, uint8 [n, bytes], has a scale that is NaN or infinite."""
     if damaged_blocks(BLOCK_DTYPES[spec.dtype], rows).any():
-        raise CheckpointError(
-            f"{spec.name} ({BLOCK_DTYPES[spec.dtype]}) holds a block whose scale is NaN or infinite",
-            "the tensor is damaged: download its file again",
-        )
+        raise damaged_block(spec)
+
+
+def damaged_block(spec: TensorSpec) -> CheckpointError:
+    """Return the error for a GGUF block with an invalid scale."""
+    return CheckpointError(
+        f"{spec.name} ({BLOCK_DTYPES[spec.dtype]}) holds a block whose scale is NaN or infinite",
+        "the tensor is damaged: download its file again",
+    )
 
 
 def damaged_scale(spec: TensorSpec) -> CheckpointError:

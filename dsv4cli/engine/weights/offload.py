@@ -143,8 +143,6 @@ class ExpertOffload:
         """
         division = self.plan.division
         if self._row_of_expert.is_cuda:
-            # return memory that loading left cached: CUDA graphs do not allocate from it
-            torch.cuda.empty_cache()
             addresses: list[int] = []
             weakref.finalize(self, unpin, addresses).atexit = False
             # pin after reading: reading faults pages in with several threads, pinning with only one

@@ -1,6 +1,7 @@
 """Read checkpoint files into a model's parameters with several threads, each reading one piece at a time.
 
-Bytes are read directly into host memory, and into GPU memory through staging buffers. There are no other copies.
+Bytes are read directly into host memory, and into GPU memory through staging buffers. GGUF blocks are arranged in tiles
+where they end: in host memory by the threads, strip by strip, and on a GPU by `TileArranger`.
 """
 
 import threading
@@ -30,19 +31,20 @@ from dsv4cli.engine.weights.fill import (
     damaged_scale,
     no_scales,
 )
-from dsv4cli.engine.weights.staging import Staging
+from dsv4cli.engine.weights.staging import Buffer, Staging
+from dsv4cli.engine.weights.tile_arranger import StoredRows, TileArranger
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, tile_height, to_tiles
 
 THREADS = 8
 # bytes that a thread reads in one job, and the size of a staging buffer
 PIECE = 16 * 1024 * 1024
-# a thread fills one buffer while the other is copied to the device
-BUFFERS_A_THREAD = 2
+# buffers beyond one per thread: an H200 copies from one at 54 GB/s, and a thread fills one at about 2 GB/s
+SPARE_BUFFERS = 2
 # bytes read at once from rows that are then copied, to keep some of their columns or to arrange blocks in tiles: they
-# stay in a core's cache, and calls take little of the time (AMD EPYC, IQ2_XXS: 4.3 GB per second of CPU time, and 2.9
-# with 256 KiB)
-STRIP = 1024 * 1024
+# stay in a core's cache, and calls, for which threads wait for each other, are few (AMD EPYC, GB per second of CPU time
+# of IQ2_XXS, Q2_K and Q8_0: 4.2, 3.5 and 3.8; with 1 MiB 4.3, 3.3 and 3.6; with 256 KiB 2.7, 2.4 and 2.6)
+STRIP = 2 * 1024 * 1024
 Bytes = NDArray[np.uint8]
 
 
@@ -82,14 +84,19 @@ class TensorRows:
         rows = destination.view(-1).view(torch.uint8).view(-1, self.row)
         return rows[self.first : self.first + self.count, self.inside : self.inside + self.width]
 
-    def read(self, files: Files, into: Bytes) -> None:
-        """Read the piece into uint8 [count, width], GGUF blocks in tiles.
+    @property
+    def tile_height(self) -> int:
+        """Rows of a tile, if the piece is GGUF blocks: whole rows, and whole tiles of them."""
+        height = tile_height(BLOCK_DTYPES[self.spec.dtype], self.rows)
+        assert (self.width, self.first % height, self.count % height) == (self.row, 0, 0), self.spec.name
+        return height
 
-        Raises CheckpointError for a truncated file or an invalid scale.
+    def read(self, files: Files, into: Bytes) -> None:
+        """Read the piece as stored into uint8 [count, width].
+
+        Raises CheckpointError for a truncated file, or an invalid scale of a matrix that is not GGUF blocks.
         """
-        if self.spec.dtype in BLOCK_DTYPES:
-            self._read_blocks(files, into)
-        elif self.width == self.stride and into.flags.c_contiguous:
+        if self.width == self.stride and into.flags.c_contiguous:
             files.read(self.info, self.begin, into.reshape(-1).data)
         else:
             for rows, strip in self._strips(files):
@@ -100,11 +107,12 @@ class TensorRows:
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
 
-    def _read_blocks(self, files: Files, into: Bytes) -> None:
-        """Read rows of GGUF blocks, check their scales, and arrange them in tiles."""
-        kind = BLOCK_DTYPES[self.spec.dtype]
-        height = tile_height(kind, self.rows)
-        assert (self.width, self.first % height) == (self.row, 0), self.spec.name
+    def read_tiles(self, files: Files, into: Bytes) -> None:
+        """Read rows of GGUF blocks into uint8 [count, width], check their scales, and arrange them in tiles.
+
+        Raises CheckpointError for a truncated file or an invalid scale.
+        """
+        kind, height = BLOCK_DTYPES[self.spec.dtype], self.tile_height
         for rows, strip in self._strips(files, height):
             check_blocks(self.spec, strip)
             to_tiles(kind, strip, height, into[rows])
@@ -155,18 +163,22 @@ def _fill(
     pieces.sort(key=lambda piece: (piece.info.file, piece.info.begin + piece.begin))
     loads = list(_loads(pieces))
     device = next((destination.device for destination in destinations.values() if needs_staging(destination)), None)
-    count = min(BUFFERS_A_THREAD * threads, len(loads))
+    count = min(threads + SPARE_BUFFERS, len(loads))
     staging = None if device is None else Staging(device, count, PIECE)
-    stop = threading.Event()
+    stop, arranger = threading.Event(), TileArranger()
     with Files() as files:
         jobs = [partial(_carry, load, files, destinations, staging, stop) for load in loads]
         try:
             with closing(as_done(jobs, threads, stop)) as ended:
-                for load in ended:
+                for load, buffer, blocks in ended:
+                    if buffer is not None and blocks:
+                        buffer.join()
+                        arranger.arrange(blocks)
                     yield from ((piece.spec.name, piece.nbytes) for piece in load)
         finally:
             if staging is not None:
                 staging.wait()
+    arranger.raise_if_damaged()
 
 
 def needs_staging(destination: torch.Tensor) -> bool:
@@ -176,22 +188,29 @@ def needs_staging(destination: torch.Tensor) -> bool:
 
 def _carry(
     load: list[TensorRows], files: Files, destinations: Destinations, staging: Staging | None, stop: threading.Event
-) -> list[TensorRows]:
-    """Read pieces to their destinations until stopped. Copies from a staging buffer may still run on return."""
-    start = 0
+) -> tuple[list[TensorRows], Buffer | None, list[StoredRows]]:
+    """Read pieces to their destinations until stopped.
+
+    Return them, the buffer from which copies may still run, and the copies of GGUF blocks, which are not in tiles yet.
+    """
+    start, blocks = 0, list[StoredRows]()
     with nullcontext() if staging is None else staging.buffer() as buffer:
         for piece in load:
             if stop.is_set():
                 break
-            destination = piece.of(destinations[piece.spec.name])
+            destination, is_blocks = piece.of(destinations[piece.spec.name]), piece.spec.dtype in BLOCK_DTYPES
             if needs_staging(destination):
                 assert buffer is not None
                 piece.read(files, buffer.bytes[start : start + piece.nbytes].reshape(piece.count, piece.width))
                 buffer.send(start, destination)
                 start += piece.nbytes
+                if is_blocks:
+                    blocks.append(StoredRows(piece.spec, destination, piece.tile_height))
+            elif is_blocks:
+                piece.read_tiles(files, destination.numpy())
             else:
                 piece.read(files, destination.numpy())
-    return load
+    return load, buffer, blocks
 
 
 def _info(checkpoint: Checkpoint, location: Location) -> TensorInfo:

@@ -15,6 +15,7 @@ class Buffer:
 
     def __init__(self, device: torch.device, size: int) -> None:
         is_cuda = device.type == "cuda"
+        self._device = device
         self.stream = torch.cuda.Stream(device) if is_cuda else None
         if self.stream is not None:
             # the destination may be memory that pending work in the current stream still uses
@@ -28,6 +29,11 @@ class Buffer:
         """Copy bytes from offset `start` to destination, uint8 [...], asynchronously in the current stream."""
         given = self._memory[start : start + destination.numel()]
         destination.copy_(given.view(destination.shape), non_blocking=True)
+
+    def join(self) -> None:
+        """Make the device's current stream wait for all copies sent so far; the caller does not wait."""
+        if self.stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self.stream)
 
     def wait(self) -> None:
         """Wait until all copies from this buffer are done; other threads run in the meantime."""

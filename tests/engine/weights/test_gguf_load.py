@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dsv4cli.engine.checkpoint.gguf.loading import loaded_specs, loaded_table
+from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.layout import loaded_tensors
 from dsv4cli.engine.checkpoint.source import FolderSource
@@ -16,7 +17,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import NO_DRAFTS
-from dsv4cli.engine.weights import placement, read
+from dsv4cli.engine.weights import placement, read, staging
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
@@ -31,6 +32,7 @@ from dsv4cli.kernels.stored_matrix import CPU_CHUNK
 from tests.engine.inspection.test_fit import ready
 from tests.support.gguf_models import DS4, MIXES, write_nano
 from tests.support.interpreter import correct
+from tests.support.late_buffer import LateBuffer
 from tests.support.oracle import logits_in_chunks
 from tests.support.peak import Peak
 from tests.support.recorded_pass import RecordedPass
@@ -47,6 +49,23 @@ def as_stored(monkeypatch):
 
 def logits(model: Transformer) -> torch.Tensor:
     return logits_in_chunks(model, IDS, [13, 1, 3])
+
+
+def parameters(identity: GgufIdentity, device: str = "cpu", world: World = SINGLE) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a rank, filled from the file."""
+    table, model = loaded_table(identity), Transformer(identity.config, Numerics.reference(), world)
+    fill(model, table, stored_gguf(identity, table.values(), world), device=device, world=world)
+    return {name: parameter.cpu() for name, parameter in model.named_parameters()}
+
+
+def stage(monkeypatch, piece: int, *, besides: int = 0) -> None:
+    """Sends parameters on a CPU through staging buffers, as those on a GPU; copies end as late as they may.
+
+    besides: bytes of a row of the tensors that are not staged, as experts in host memory.
+    """
+    monkeypatch.setattr(read, "needs_staging", lambda destination: destination.shape[-1] != besides)
+    monkeypatch.setattr(read, "PIECE", piece)
+    monkeypatch.setattr(staging, "Buffer", LateBuffer)
 
 
 @pytest.mark.parametrize("mix", slow_except(["ds4"], MIXES))
@@ -143,17 +162,68 @@ def test_a_missing_matrix_is_named(tmp_path):
 def test_pieces_end_where_tiles_end(tmp_path, monkeypatch):
     path, _ = write_nano(tmp_path, DS4)
     identity = FolderSource("test", path).identity
-    table = loaded_table(identity)
-
-    def filled() -> dict[str, torch.Tensor]:
-        model = Transformer(identity.config, Numerics.reference(), SINGLE)
-        fill(model, table, stored_gguf(identity, table.values(), SINGLE), device="cpu", world=SINGLE)
-        return dict(model.named_parameters())
-
-    whole = filled()
+    whole = parameters(identity)
     # a piece of 11 rows of the embedding, whose tiles have 8
     monkeypatch.setattr(read, "PIECE", 11 * whole["embed.weight"].nbytes // len(whole["embed.weight"]))
-    assert all(torch.equal(parameter, whole[name]) for name, parameter in filled().items())
+    assert all(torch.equal(parameter, whole[name]) for name, parameter in parameters(identity).items())
+
+
+# of nano's matrices, the largest are in several pieces of 40 kB, and pieces of 1 MB hold many experts
+@pytest.mark.parametrize("piece", [40_000, 1_000_000])
+@pytest.mark.parametrize("mix", MIXES)
+def test_blocks_are_arranged_in_tiles_on_a_device(tmp_path, monkeypatch, mix, piece):
+    path, _ = write_nano(tmp_path, MIXES[mix])
+    identity = FolderSource("test", path).identity
+    expected = parameters(identity)
+    stage(monkeypatch, piece)
+    found = parameters(identity)
+    assert [name for name, parameter in found.items() if not torch.equal(parameter, expected[name])] == []
+
+
+def test_blocks_for_a_device_and_for_host_memory_share_a_buffer(tmp_path, monkeypatch):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    expected = parameters(identity)
+    # w2 of the experts
+    stage(monkeypatch, 1_000_000, besides=row_bytes("Q2_K", 256))
+    found = parameters(identity)
+    assert [name for name, parameter in found.items() if not torch.equal(parameter, expected[name])] == []
+
+
+def test_a_rank_s_columns_of_blocks_are_arranged_on_a_device(tmp_path, monkeypatch):
+    path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "Q4_0"} | DS4)
+    identity = FolderSource("test", path).identity
+    expected = parameters(identity, world=World(1, 2))
+    stage(monkeypatch, 40_000)
+    found = parameters(identity, world=World(1, 2))
+    assert [name for name, parameter in found.items() if not torch.equal(parameter, expected[name])] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [40_000, read.PIECE])
+@pytest.mark.parametrize("mix", MIXES)
+def test_parameters_on_a_gpu_have_the_bits_of_those_on_a_cpu(tmp_path, monkeypatch, mix, piece):
+    path, _ = write_nano(tmp_path, MIXES[mix])
+    identity = FolderSource("test", path).identity
+    expected = parameters(identity)
+    monkeypatch.setattr(read, "PIECE", piece)
+    found = parameters(identity, "cuda")
+    assert [name for name, parameter in found.items() if not torch.equal(parameter, expected[name])] == []
+
+
+@pytest.mark.gpu
+def test_loading_to_a_gpu_needs_little_memory_and_keeps_none(tmp_path, monkeypatch):
+    path, _ = write_nano(tmp_path, DS4)
+    identity = FolderSource("test", path).identity
+    table, model = loaded_table(identity), Transformer(identity.config, Numerics.reference(), SINGLE)
+    monkeypatch.setattr(read, "PIECE", 1_000_000)
+    torch.cuda.reset_peak_memory_stats()
+    fill(model, table, stored_gguf(identity, table.values(), SINGLE), device="cuda", world=SINGLE)
+    # two copies of a piece, and masks of its blocks
+    assert torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated() <= 2.5 * read.PIECE
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == reserved
 
 
 def in_rows(kind: str, tiles: torch.Tensor) -> torch.Tensor:
@@ -164,16 +234,9 @@ def in_rows(kind: str, tiles: torch.Tensor) -> torch.Tensor:
 def test_ranks_hold_rows_and_columns_cut_at_block_borders(tmp_path, size):
     path, _ = write_nano(tmp_path, {r"ffn_.*_exps": "Q4_0"} | DS4)
     identity = FolderSource("test", path).identity
-    config, table = identity.config, loaded_table(identity)
-
-    def filled(world: World) -> dict[str, torch.Tensor]:
-        model = Transformer(config, Numerics.reference(), world)
-        fill(model, table, stored_gguf(identity, table.values(), world), device="cpu", world=world)
-        return dict(model.named_parameters())
-
-    whole = filled(SINGLE)
-    parts = [filled(World(rank, size)) for rank in range(size)]
-    for spec in table.values():
+    whole = parameters(identity)
+    parts = [parameters(identity, world=World(rank, size)) for rank in range(size)]
+    for spec in loaded_table(identity).values():
         name = spec.parameter
         if spec.shard is None:
             assert all(torch.equal(part[name], whole[name]) for part in parts), name
@@ -200,7 +263,15 @@ def test_a_cut_inside_a_block_is_refused(tmp_path):
         )
 
 
-def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored):
+@pytest.fixture(params=["strips", "staged", pytest.param("gpu", marks=pytest.mark.gpu)])
+def way(request, monkeypatch):
+    """The ways of blocks into a parameter. Its device."""
+    if request.param == "staged":
+        stage(monkeypatch, 1_000_000)
+    return "cuda" if request.param == "gpu" else "cpu"
+
+
+def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored, way):
     path, _ = write_nano(tmp_path, DS4)
     identity = FolderSource("test", path).identity
     info = identity.checkpoint.tensors["blk.2.ffn_gate_exps.weight"]
@@ -210,7 +281,7 @@ def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored):
     with pytest.raises(
         CheckpointError, match=r"layers\.2\.ffn\.experts\.5\.w1\.weight \(IQ2_XXS\) holds a block whose"
     ):
-        load_model(FolderSource("test", path), Numerics.reference())
+        load_model(FolderSource("test", path), Numerics.reference(), device=way)
 
 
 def test_the_triton_kernels_keep_blocks(tmp_path):

@@ -225,7 +225,6 @@ def test_blocks_that_were_pinned_are_unpinned_where_one_cannot_be(monkeypatch):
 
     monkeypatch.setattr(offload, "pin", pin)
     monkeypatch.setattr(offload, "unpin", unpinned.extend)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     found = offload_of(loaded(TINY, rows=5))
     # a device that pins
     found._row_of_expert = SimpleNamespace(is_cuda=True)

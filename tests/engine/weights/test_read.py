@@ -10,6 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -18,17 +19,20 @@ from safetensors.torch import save_file
 from dsv4cli.engine.checkpoint import files
 from dsv4cli.engine.checkpoint.headers import Checkpoint, open_checkpoint
 from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.naming import Location
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.weights import read, staging
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, local_slice
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, block_dtype, to_tiles
+from tests.support.ggml_blocks import random_rows
+from tests.support.late_buffer import LateBuffer
 from tests.support.slow import slow_rows
 from tests.support.waiting import comes
 
-# dtypes of safetensors files; blocks of GGUF files are read in test_gguf_load.py
+# dtypes of safetensors files; GGUF files are read in test_gguf_load.py
 STORED = [dtype for dtype in TORCH_DTYPES if dtype not in BLOCK_DTYPES]
 # dtype, shape, cut: rows, columns and neither of every dtype; sizes that pieces do not divide, and one row
 TABLE = [
@@ -56,22 +60,6 @@ def folder(tmp_path):
             tensors[spec.name] = raw.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
         save_file(tensors, tmp_path / f"model-{number + 1:05}-of-00003.safetensors")
     return tmp_path
-
-
-class LateBuffer(staging.Buffer):
-    """As a GPU may do it: copies nothing before somebody waits for it."""
-
-    def __init__(self, device: torch.device, size: int) -> None:
-        super().__init__(device, size)
-        self.sent: list[tuple[int, torch.Tensor]] = []
-
-    def send(self, start: int, destination: torch.Tensor) -> None:
-        self.sent.append((start, destination))
-
-    def wait(self) -> None:
-        for start, destination in self.sent:
-            super().send(start, destination)
-        self.sent.clear()
 
 
 @pytest.fixture(params=["direct", "staged", "staged late"])
@@ -122,6 +110,18 @@ def check(folder: Path, world: World, threads: int, device: str = "cpu") -> None
 def test_the_bytes_are_the_library_s(folder, way, size, threads):
     for rank in range(size):
         check(folder, World(rank, size), threads)
+
+
+def test_pieces_of_blocks_have_tiles_as_high_as_those_of_the_matrix(tmp_path, way):
+    # 20 rows in tiles of 4; the first piece has 16 of them
+    rows = random_rows("Q4_0", 20, 7, seed=1)
+    save_file({"w": torch.from_numpy(rows)}, tmp_path / "model.safetensors")
+    naming = SimpleNamespace(locations=lambda spec: (Location("w", "U8", (20, 126)),))
+    found = torch.empty(20, 126, dtype=torch.uint8)
+    spec = TensorSpec("w", block_dtype("Q4_0"), (20, 126), "test", 0)
+    arrived = list(stored(open_checkpoint(tmp_path), [spec], SINGLE, naming=naming)({"w": found}))
+    assert sorted(nbytes for _, nbytes in arrived) == [4 * 126, 16 * 126]
+    np.testing.assert_array_equal(found, to_tiles("Q4_0", rows, 4))
 
 
 @pytest.mark.gpu
