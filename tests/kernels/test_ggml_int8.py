@@ -22,8 +22,9 @@ from tests.support.ggml_blocks import block_matrix
 from tests.support.slow import slow, slow_rows
 
 KINDS = [*HOT, "Q4_K", "Q6_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K", "Q6_K")))]
-# warps and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of them, one pass and several
-SHAPES = [(2, 8), *slow((4, 8), (4, 4), (8, 2), (1, 8))]
+# tiles of a program, warps of each, and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of
+# them, one pass and several
+SHAPES = [(2, 1, 8), (1, 2, 4), *slow((2, 2, 8), (1, 4, 8), (2, 4, 2), (1, 8, 2), (1, 1, 8), (4, 1, 4))]
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def assert_exact(y, x, values, error=2.0**-22):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
-    monkeypatch.setattr(int8, "shape", lambda width, programs: shape)
+    monkeypatch.setattr(int8, "shape", lambda *given: shape)
     matrix, x = blocks(kind, 20, 1024), uneven(tokens, 1024)
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
 
@@ -86,7 +87,7 @@ def extreme_blocks(kind, columns):
 @pytest.mark.parametrize("kind", [*HOT, *(kind for kind in OTHERS if kind != "F16")])
 def test_the_largest_sums(kind, sign, interpreted, monkeypatch):
     # in the first 256 columns, the lowest digit is always -128: these sums are the largest of each type
-    monkeypatch.setattr(int8, "shape", lambda width, programs: (1, 8))
+    monkeypatch.setattr(int8, "shape", lambda *given: (1, 1, 8))
     matrix, x = extreme_blocks(kind, 512), torch.full((2, 512), sign * 2.0**-14).bfloat16()
     x[:, 256] = 1
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
@@ -106,7 +107,7 @@ def test_matrices_and_groups(tokens, interpreted):
 
 
 def test_the_warps_of_groups_do_not_depend_on_the_number_of_tokens(interpreted, monkeypatch):
-    shapes, shape = list[tuple[int, int]](), int8.shape
+    shapes, shape = list[tuple[int, ...]](), int8.shape
     monkeypatch.setattr(int8, "shape", lambda *given: (shapes.append(given), shape(*given))[1])
     for tokens in (1, 2):
         gemm.grouped_linear(torch.randn(tokens, 3, 64).bfloat16(), blocks("Q8_0", 3 * 20, 64))
@@ -174,7 +175,7 @@ def test_rounded_inputs(interpreted):
 def test_a_mixture_has_these_launches_where_they_are_supported(interpreted, monkeypatch):
     from dsv4cli.kernels.experts.kernel import ggml_int8
 
-    launched, shapes, outputs, shape = list[int](), list[tuple[int, int]](), ggml_int8.outputs, int8.shape
+    launched, shapes, outputs, shape = list[int](), list[tuple[int, ...]](), ggml_int8.outputs, int8.shape
     monkeypatch.setattr(ggml_int8, "outputs", lambda *given: (launched.append(len(given[0])), outputs(*given))[1])
     monkeypatch.setattr(int8, "shape", lambda *given: (shapes.append(given), shape(*given))[1])
     weights = stacks("Q8_0", "Q4_0", 2, 32, 32)
@@ -228,10 +229,12 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
 
 
 def test_warps_divide_the_groups():
-    for width, programs in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
-        warps, each = int8.shape(width, programs)
-        assert width % (32 * warps * each) == 0
-    assert int8.shape(4096, 96) == (8, 8)
+    for width, tiles in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
+        of_program, parts, each = int8.shape(width, tiles)
+        assert width % (32 * of_program * parts * each) == 0
+    assert int8.shape(4096, 96) == (1, 16, 8)
+    assert int8.shape(4096, 1792, 256) == (2, 1, 8)
+    assert int8.shape(4096, 1792, 255) == (1, 1, 8)
 
 
 @pytest.mark.gpu

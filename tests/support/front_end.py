@@ -71,14 +71,19 @@ def operations(kind: str, which: str) -> dict[str, Callable[[], object]]:
     return few | (more if which == "all" else {})
 
 
+def _packed(kind: str, device: str) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int32 if kind.startswith("IQ2") else torch.int16, device=device)
+
+
 def refused(which: str) -> Iterator[str]:
     """Yield the kernels that the front end refuses, and why."""
     from dsv4cli.kernels.dispatch import use
 
-    kinds, octets = [kind for kind in DECODED if TYPES[kind].values > 1], "dsv4cli.kernels.ggml.kernel.octets"
+    kinds, kernel = [kind for kind in DECODED if TYPES[kind].values > 1], "dsv4cli.kernels.ggml.kernel"
     # fake tensors cannot compute a table
-    empty = patch(f"{octets}._codebook", lambda _: torch.empty(1, dtype=torch.int32, device="cpu"))
-    with inserted(H200), use("triton"), patch("triton.compiler.compile", front_end), empty:
+    empty = patch(f"{kernel}.octets._codebook", lambda _: torch.empty(1, dtype=torch.int32, device="cpu"))
+    packed = patch(f"{kernel}.int8_codes.packed_codebook", _packed)
+    with inserted(H200), use("triton"), patch("triton.compiler.compile", front_end), empty, packed:
         for kind in kinds:
             for name, operation in operations(kind, which).items():
                 try:

@@ -107,11 +107,25 @@ class Values:
         return Values(~self.values)
 
 
+class Addresses:
+    """Places in memory as numbers of bytes; the memory begins at 0."""
+
+    def __init__(self, memory: torch.Tensor, numbers: torch.Tensor) -> None:
+        self.memory, self.numbers = memory, numbers
+
+    def __or__(self, other: Values) -> "Addresses":
+        return Addresses(self.memory, self.numbers | other.values)
+
+    def to(self, pointer: Any) -> "Pointers":
+        assert DTYPES[pointer.element_ty.name] == self.memory.dtype
+        return Pointers(self.memory, self.numbers // self.memory.itemsize)
+
+
 class Scalar(int):
     """A number that kernels convert."""
 
-    def to(self, _dtype: Any) -> "Scalar":
-        return self
+    def to(self, dtype: Any, bitcast: bool = False) -> "Scalar | float":
+        return torch.tensor(int(self), dtype=torch.int32).view(DTYPES[dtype.name]).item() if bitcast else self
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "and", "or", "xor", "rshift", "lshift"):
@@ -144,8 +158,10 @@ class Pointers:
 
     __radd__ = __add__
 
-    def to(self, pointer: Any, bitcast: bool) -> "Pointers":
-        """The same places in memory of another dtype."""
+    def to(self, pointer: Any, bitcast: bool = True) -> "Pointers | Addresses":
+        """The same places in memory of another dtype, or as numbers."""
+        if pointer.is_int():
+            return Addresses(self.memory, torch.as_tensor(self.places) * self.memory.itemsize)
         wanted = DTYPES[pointer.element_ty.name]
         size = wanted.itemsize // self.memory.itemsize
         whole = self.memory[: len(self.memory) // size * size].view(wanted)
@@ -310,6 +326,9 @@ class Language:
             return Values((given[0].values[..., None] >> bits & 1).sum(-1).int())
         if text.startswith("prmt"):
             return Values(_permuted(*torch.broadcast_tensors(*(one.values for one in given))))
+        if text.startswith("max"):  # magnitudes
+            one, other = (value.values.abs() for value in given)
+            return Values(torch.maximum(one, other))
         if "f16x2" in text:
             return Values(_of_halves(text, torch.broadcast_tensors(*(one.values for one in given))))
         words = given[0].values.view(torch.int32)

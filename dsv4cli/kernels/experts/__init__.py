@@ -63,7 +63,8 @@ def routed_experts(
     Each linear is rounded to x's dtype, everything else is fp32. A token's experts are added in ascending order.
 
     Args:
-        x: [T, D] bf16 or fp32.
+        x: [T, D] bf16 or fp32. It may be read before the previous launch has ended, if that one overlaps this one
+            (kernels/pdl.py): it must be the result of an earlier one, such as the one whose result the router reads.
         experts: int64 [T, k].
         routing: fp32 [T, k], the routing weights g, applied before w2.
         limit: 0 for no clamp.

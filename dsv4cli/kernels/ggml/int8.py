@@ -10,11 +10,13 @@ import torch
 from dsv4cli.kernels.launch import takes_gluon
 from dsv4cli.kernels.rows import LONGEST, planned_rows
 
-# most tokens; rows of a program; columns whose sums have one scale
+# most tokens; rows of a tile; columns whose sums have one scale
 TOKENS, ROWS, GROUP = 2, 16, 32
-# warps of all programs together; fewest and most warps of a program, which share the columns; groups that each loads at
-# a time
-ALL_WARPS, LEAST, MOST, EACH = 4096, 2, 8, 8
+# warps of all programs together; most warps of a program; tiles of a program, which share the inputs' digits; groups
+# that each warp loads at a time
+ALL_WARPS, MOST, TILES, EACH = 2048, 16, 2, 8
+# most registers of a thread: as many as let ALL_WARPS run at once on an H200
+REGISTERS = 128
 
 
 def takes(x: torch.Tensor, width: int) -> bool:
@@ -26,9 +28,16 @@ def takes(x: torch.Tensor, width: int) -> bool:
     return few and x.dtype == torch.bfloat16 and width <= LONGEST and width % GROUP == 0 and takes_gluon(x.device)
 
 
-def shape(width: int, programs: int) -> tuple[int, int]:
-    """Return the warps of each of this many programs, and groups at a time, for rows of this width."""
-    groups, warps = width // GROUP, MOST
-    while groups % warps or (warps > LEAST and programs * warps > ALL_WARPS):
-        warps //= 2
-    return warps, math.gcd(groups // warps, EACH)
+def shape(width: int, tiles: int, along: int = TILES) -> tuple[int, int, int]:
+    """Return the tiles of a program, the warps of each, which share the columns, and groups at a time.
+
+    Args:
+        width: columns.
+        tiles: of all programs.
+        along: a number of tiles that those of a program divide.
+    """
+    groups, parts = width // GROUP, MOST
+    while groups % parts or (parts > 1 and tiles * parts > ALL_WARPS):
+        parts //= 2
+    each = math.gcd(groups // parts, EACH)
+    return math.gcd(min(TILES, MOST // parts), groups // parts // each, along), parts, each

@@ -1,7 +1,8 @@
 """Experts of one token or two over GGUF blocks on int8 tensor cores, with the shared expert in the same launches.
 
-A program computes eight rows of w1 and the same of w3, or 16 of w2, for a tile: one pair of a token and an expert, or
-the two of both tokens. The shared expert's programs come first: they load weights before the router has finished.
+A program computes tiles of eight rows of w1 and the same of w3, or of 16 rows of w2, for one pair of a token and an
+expert, or for the pairs of two tokens with one expert. The shared expert's programs come first. Before the router has
+finished, programs divide their inputs into digits, and those of the shared expert load weights.
 """
 
 from typing import TYPE_CHECKING
@@ -14,12 +15,12 @@ from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.int8 import ROWS
 from dsv4cli.kernels.ggml.kernel.fields import tile_rows
-from dsv4cli.kernels.ggml.kernel.int8 import operand_half, operand_rows, products
+from dsv4cli.kernels.ggml.kernel.int8 import digits_of, operand_places, operand_rows, pass_words, products
 from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
-from dsv4cli.kernels.pdl import overlap
+from dsv4cli.kernels.pdl import overlap_beside
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ def outputs(
     routing: torch.Tensor,
     limit: float,
 ) -> torch.Tensor:
-    """Return the output of each pair, and of the shared expert for each token: [P (+ T), D] in x's dtype."""
+    """Return the output of each pair, and of the shared expert for each token: [P (+ T), D] in x's dtype.
+
+    x is read before the previous launch, the router's last one, has ended; see `routed_experts`.
+    """
     (tokens, hidden), width, pairs = x.shape, weights.w1.weight.shape[-2], routing.numel()
     extra = 0 if shared is None else 1
     inner = x.new_empty(pairs + extra * tokens, width)
@@ -47,15 +51,16 @@ def outputs(
     given = tiles.row, tiles.order, tiles.start, tiles.sizes
     shape = tokens, routing.shape[1], extra
     # as for one token: the order of its sums must not depend on the other
-    warps, each = int8.shape(hidden, width // HALF * (routing.shape[1] + 1))
-    _up[(width // HALF, tiles.number + extra)](
+    stacks = routing.shape[1] + 1
+    tiled = int8.shape(hidden, width // HALF * stacks, width // HALF)
+    _up[(width // HALF // tiled[0], tiles.number + extra)](
         x, *_alike(weights.w1, weights.w3), *_alike(own.w1, own.w3), *given, routing, limit, inner, x.stride(0), width,
-        hidden, *shape, warps, each, num_warps=warps, **overlap(x),
+        hidden, *shape, *tiled, num_warps=tiled[0] * tiled[1], **overlap_beside(x, int8.REGISTERS),
     )  # fmt: skip
-    warps, each = int8.shape(width, hidden // ROWS * (routing.shape[1] + 1))
-    _down[(hidden // ROWS, tiles.number + extra)](
-        inner, *_alike(weights.w2), *_alike(own.w2), *given, found, hidden, width, *shape, warps, each,
-        num_warps=warps, **overlap(x),
+    tiled = int8.shape(width, hidden // ROWS * stacks, hidden // ROWS)
+    _down[(hidden // ROWS // tiled[0], tiles.number + extra)](
+        inner, *_alike(weights.w2), *_alike(own.w2), *given, found, hidden, width, *shape, *tiled,
+        num_warps=tiled[0] * tiled[1], **overlap_beside(x, int8.REGISTERS),
     )  # fmt: skip
     return found
 
@@ -102,18 +107,23 @@ def _store(values, to, begins, first, size):
 
 
 @gluon.jit
-def _store_gated(
-    x, places, w1, w3, table, row, factors, limit, to, begins, first, size, K: gl.constexpr, KIND: gl.constexpr,
-    HEIGHT: gl.constexpr, WARPS: gl.constexpr, EACH: gl.constexpr, OVERLAP: gl.constexpr,
+def _rows_of_both(
+    w1, w3, row, K: gl.constexpr, KIND: gl.constexpr, HEIGHT: gl.constexpr, TILES: gl.constexpr, PARTS: gl.constexpr
 ):  # fmt: skip
-    """Store the gated product of rows of w1 and w3, times a factor for each token."""
-    tile, place = tile_rows(w1, row, K, KIND, HEIGHT)
-    other, _ = tile_rows(w3, row, K, KIND, HEIGHT)
-    rows = gl.where(operand_half(WARPS) == 0, tile, other), place
-    found = products(x, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
-    gate, up = gl.split(gl.permute(gl.reshape(found, [2, 8, 2]), (1, 2, 0)))
+    """Return rows of both matrices, from `row` on, as of `fields.tile_rows`: a tile has eight of w1, then of w3."""
+    tile, half, own = operand_places(TILES, PARTS)
+    first, place = tile_rows(w1, row + tile * 8 + own, K, KIND, HEIGHT)
+    other, _ = tile_rows(w3, row + tile * 8 + own, K, KIND, HEIGHT)
+    return gl.where(half == 0, first, other), place
+
+
+@gluon.jit
+def _store_gated(found, factors, limit, to, begins, first, size, TILES: gl.constexpr):
+    """Store the gated products of w1 and w3, [TILES * 16, 2], times a factor for each token."""
+    gate, up = gl.split(gl.permute(gl.reshape(found, [TILES, 2, 8, 2]), (0, 2, 3, 1)))
     dtype: gl.constexpr = to.dtype.element_ty
     values = gated_values(gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32), limit)
+    values = gl.reshape(values, [TILES * 8, 2])
     held: gl.constexpr = values.type.layout
     _store(values * _of_tokens(factors, held), to, begins, first, size)
 
@@ -144,39 +154,46 @@ def _up(
     COUNT: gl.constexpr,  # tokens
     PER_TOKEN: gl.constexpr,
     SHARED: gl.constexpr,  # tiles of the shared expert
-    WARPS: gl.constexpr,
+    TILES: gl.constexpr,
+    PARTS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 8
-    # eight rows of both matrices
-    row = first + operand_rows(WARPS) % 8
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * (TILES * 8)
+    places = ()
+    for token in gl.static_range(COUNT):
+        places += (gl.to_tensor(token).to(gl.int64) * x_row,)
+    # before the wait: see `outputs`
+    digits = digits_of(x, places, K, TILES, PARTS, EACH, ".cg")
     if number < 0:
-        places, begins, factors = (), (), ()
+        tokens, begins, factors = (), (), ()
         for token in gl.static_range(COUNT):
-            places += (gl.to_tensor(token).to(gl.int64) * x_row,)
+            tokens += (token,)
             begins += (gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64) * N,)
             factors += (1.0,)
-        _store_gated(
-            x, places, own_w1, own_w3, own_table, row, factors, limit, inner, begins, first, COUNT, K, OWN_KIND,
-            OWN_HEIGHT, WARPS, EACH, OVERLAP,
+        rows = _rows_of_both(own_w1, own_w3, first, K, OWN_KIND, OWN_HEIGHT, TILES, PARTS)
+        words = pass_words(rows, 0, K, OWN_KIND, OWN_HEIGHT, TILES, PARTS, EACH)
+        wait_for_inputs(OVERLAP)
+        found = products(
+            words, rows, digits, tokens, own_table, K, OWN_KIND, OWN_HEIGHT, TILES, PARTS, EACH
         )  # fmt: skip
+        _store_gated(found, factors, limit, inner, begins, first, COUNT, TILES)
     else:
         wait_for_inputs(OVERLAP)
         expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
         if size > 0:
-            places, begins, factors = (), (), ()
+            tokens, begins, factors = (), (), ()
             for column in gl.static_range(COUNT):
                 # missing pairs repeat the last one
                 position = start + gl.minimum(column, size - 1)
                 pair = _pair(order, position)
-                places += ((pair // PER_TOKEN).to(gl.int64) * x_row,)
+                tokens += (pair // PER_TOKEN,)
                 begins += (position.to(gl.int64) * N,)
                 factors += (gl.load(routing + pair),)
-            _store_gated(
-                x, places, w1, w3, table, expert * N + row, factors, limit, inner, begins, first, size, K, KIND,
-                HEIGHT, WARPS, EACH, False,
-            )  # fmt: skip
+            rows = _rows_of_both(w1, w3, expert * N + first, K, KIND, HEIGHT, TILES, PARTS)
+            words = pass_words(rows, 0, K, KIND, HEIGHT, TILES, PARTS, EACH)
+            found = products(words, rows, digits, tokens, table, K, KIND, HEIGHT, TILES, PARTS, EACH)
+            _store_gated(found, factors, limit, inner, begins, first, size, TILES)
 
 
 @gluon_launched
@@ -200,31 +217,42 @@ def _down(
     COUNT: gl.constexpr,
     PER_TOKEN: gl.constexpr,
     SHARED: gl.constexpr,
-    WARPS: gl.constexpr,
+    TILES: gl.constexpr,
+    PARTS: gl.constexpr,
     EACH: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
-    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * 16
-    row = first + operand_rows(WARPS)
+    number, first = gl.program_id(1) - SHARED, gl.program_id(0) * (TILES * 16)
+    row = first + operand_rows(TILES, PARTS)
     if number < 0:
-        places, begins = (), ()
+        places, begins, tokens = (), (), ()
         for token in gl.static_range(COUNT):
             position = gl.to_tensor(COUNT * PER_TOKEN + token).to(gl.int64)
             places += (position * K,)
             begins += (position * N,)
+            tokens += (token,)
         rows = tile_rows(own_w2, row, K, OWN_KIND, OWN_HEIGHT)
-        found = products(inner, places, rows, own_table, K, OWN_KIND, OWN_HEIGHT, WARPS, EACH, OVERLAP)
+        words = pass_words(rows, 0, K, OWN_KIND, OWN_HEIGHT, TILES, PARTS, EACH)
+        wait_for_inputs(OVERLAP)
+        digits = digits_of(inner, places, K, TILES, PARTS, EACH, "")
+        found = products(
+            words, rows, digits, tokens, own_table, K, OWN_KIND, OWN_HEIGHT, TILES, PARTS, EACH
+        )  # fmt: skip
         _store(found, outputs, begins, first, COUNT)
     else:
         expert, start, size = _tile(number, tile_row, order, tile_start, tile_size)
         if size > 0:
-            places, begins = (), ()
+            places, begins, tokens = (), (), ()
             for column in gl.static_range(COUNT):
                 position = start + gl.minimum(column, size - 1)
                 places += (position.to(gl.int64) * K,)
                 begins += (_pair(order, position).to(gl.int64) * N,)
+                tokens += (column,)
             rows = tile_rows(w2, expert * N + row, K, KIND, HEIGHT)
-            found = products(inner, places, rows, table, K, KIND, HEIGHT, WARPS, EACH, OVERLAP)
+            words = pass_words(rows, 0, K, KIND, HEIGHT, TILES, PARTS, EACH)
+            wait_for_inputs(OVERLAP)
+            digits = digits_of(inner, places, K, TILES, PARTS, EACH, "")
+            found = products(words, rows, digits, tokens, table, K, KIND, HEIGHT, TILES, PARTS, EACH)
             _store(found, outputs, begins, first, size)
         else:
             wait_for_inputs(OVERLAP)

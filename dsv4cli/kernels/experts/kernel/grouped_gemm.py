@@ -5,6 +5,7 @@ import triton.language as tl
 
 from dsv4cli.kernels.experts.kernel.grouped_operands import natural, ordered, tile, undivided
 from dsv4cli.kernels.launch import launched
+from dsv4cli.kernels.pdl import wait_for_inputs
 
 
 @triton.jit
@@ -282,15 +283,20 @@ def add(
     PER_TOKEN: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Sum a token's outputs in ascending order of experts; equal experts in order of places."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.arange(0, PLACES)
-    expert = tl.load(experts + token * PER_TOKEN + place, place < PER_TOKEN, other=0x7FFFFFFF).to(tl.int32)
+    # written before the previous launch
+    expert = tl.load(
+        experts + token * PER_TOKEN + place, place < PER_TOKEN, other=0x7FFFFFFF, cache_modifier=".cg"
+    ).to(tl.int32)  # fmt: skip
     before = (expert[None] < expert[:, None]) | ((expert[None] == expert[:, None]) & (place[None] < place[:, None]))
     rank = tl.sum(before.to(tl.int32), 1)
     sums = tl.zeros([BLOCK], tl.float32)
+    wait_for_inputs(OVERLAP)
     for number in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + tl.sum(tl.where(rank == number, place, 0), 0)
         part = tl.load(outputs + pair * N + column, column < N, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ from dsv4cli.kernels.experts.kernel.few_tokens import SCALE_WORDS
 from dsv4cli.kernels.experts.kernel.sort_by_expert import Groups, group
 from dsv4cli.kernels.formats import FP4_BLOCK, FP8_BLOCK
 from dsv4cli.kernels.launch import cdiv, next_power_of_2
+from dsv4cli.kernels.pdl import FEW, overlap_of_few
 from dsv4cli.kernels.rows import rows
 from dsv4cli.kernels.stored_matrix import StoredMatrix
 
@@ -115,10 +116,12 @@ def ordered_sum(
     (tokens, per_token), width = experts.shape, outputs.shape[1]
     total = torch.empty(tokens, width, dtype=dtype, device=outputs.device)
     if tokens:
-        block = min(2048, next_power_of_2(width))
+        # an overlapped launch of few tokens is as short as its longest program
+        block = min(256 if tokens <= FEW else 2048, next_power_of_2(width))
         grouped_gemm.add[(tokens, cdiv(width, block))](
-            outputs, experts.contiguous(), shared, total, width, per_token, next_power_of_2(per_token), block
-        )
+            outputs, experts.contiguous(), shared, total, width, per_token, next_power_of_2(per_token), block,
+            **overlap_of_few(outputs, tokens),
+        )  # fmt: skip
     return total
 
 

@@ -76,10 +76,7 @@ def _from_codebook(words, lane, table, KIND: tl.constexpr):
         signs += _ones(signs) << 7  # bits above the eighth are ignored
     if _has_entries_of_eight(KIND):
         # a hexadecimal digit for each column: its magnitude's number in two bits, and then its sign
-        numbers = tl.load(table + first).to(tl.int32) & 0xFFFF
-        numbers = (numbers | numbers << 8) & 0x00FF00FF
-        numbers = (numbers | numbers << 4) & 0x0F0F0F0F
-        numbers = (numbers | numbers << 2) & 0x33333333
+        numbers = _entry(table, first * 4)
         signs = signs * 0x1001 & 0x000F000F
         signs = (signs | signs << 6) & 0x03030303
         chosen = signs * 0x24 & 0x44444444 | numbers
@@ -88,6 +85,14 @@ def _from_codebook(words, lane, table, KIND: tl.constexpr):
         low = _negated(_chosen(tl.load(table + first).to(tl.int32), KIND), signs & 15)
         high = _negated(_chosen(tl.load(table + second).to(tl.int32), KIND), signs >> 4)
     return low, high
+
+
+@triton.jit
+def _entry(table, offset):
+    """Return the entry at an offset in bytes, of a table that is aligned to its size."""
+    # no carry into the upper half of the address, and one instruction for this and the mask of an index
+    place = table.to(tl.int64) | offset.to(tl.int64)
+    return tl.load(place.to(tl.pointer_type(tl.int32)))
 
 
 @triton.jit
@@ -109,7 +114,13 @@ def _ones(words):
 @triton.jit
 def _chosen(numbers, KIND: tl.constexpr):
     """Return the magnitudes with the numbers in the four lowest hexadecimal digits, as bytes of a word."""
-    first, second = numbers & 0 | _magnitudes(KIND, 0), numbers & 0 | _magnitudes(KIND, 1)
+    return permuted(numbers & 0 | _magnitudes(KIND, 0), numbers & 0 | _magnitudes(KIND, 1), numbers)
+
+
+@triton.jit
+def permuted(first, second, numbers):
+    """Return the four bytes of two words whose numbers, 0 to 7, are the four lowest hexadecimal digits of another."""
+    given = [first, second, first & 0 | numbers]
     return tl.inline_asm_elementwise(
-        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, numbers], dtype=tl.int32, is_pure=True, pack=1
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", given, dtype=tl.int32, is_pure=True, pack=1
     )  # fmt: skip

@@ -90,9 +90,19 @@ def _table_of(kind: str, device: str) -> torch.Tensor | None:
 
 @cache
 def packed_codebook(kind: str, device: str) -> torch.Tensor:
-    """Return a codebook's entries as `tables` has them, int16: magnitudes by 2 bits each, or 4."""
-    entries = np.frombuffer(bytes.fromhex(tables.GRIDS[kind][0]), np.int16)
-    return torch.from_numpy(entries.copy()).to(device)
+    """Return a codebook's entries.
+
+    For eight columns, int32, aligned to its size: the numbers of their magnitudes, a hexadecimal digit each. For four
+    columns, int16: 4 bits each.
+    """
+    entries = torch.from_numpy(np.frombuffer(bytes.fromhex(tables.GRIDS[kind][0]), np.int16).copy())
+    if tables.GRIDS[kind][2] == 4:
+        return entries.to(device)
+    numbers = entries.to(torch.int32)[:, None] >> 2 * torch.arange(8, device="cpu") & 3
+    digits = (numbers << 4 * torch.arange(8, device="cpu")).sum(1, dtype=torch.int32).to(device)
+    twice = torch.empty(2 * len(digits), dtype=torch.int32, device=device)
+    begin = -twice.data_ptr() % digits.nbytes // 4
+    return twice[begin : begin + len(digits)].copy_(digits)
 
 
 def _codebook(kind: str) -> torch.Tensor:
