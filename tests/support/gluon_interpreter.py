@@ -311,6 +311,9 @@ class Language:
     def to_tensor(self, value: int) -> Scalar:
         return Scalar(value)
 
+    def debug_barrier(self) -> None:
+        """Nothing: all warps of a set are one thread."""
+
     def abs(self, values: Values) -> Values:
         return Values(values.values.abs())
 

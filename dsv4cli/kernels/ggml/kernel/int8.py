@@ -12,6 +12,7 @@ the eight codes of octet t. In the right one, it holds the same bytes of column 
 
 import math
 
+import triton.language as tl
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +20,16 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from dsv4cli.kernels.ggml.kernel.fields import block_and_group, blocks, octets_per_block, stored_words
 from dsv4cli.kernels.ggml.kernel.int8_codes import permuted, signed_codes
-from dsv4cli.kernels.ggml.kernel.octets import HIGHEST, LOWEST, block_scales, has_halves, has_offset, has_steps, steps
+from dsv4cli.kernels.ggml.kernel.octets import (
+    HIGHEST,
+    LOWEST,
+    block_scales,
+    has_codebook,
+    has_halves,
+    has_offset,
+    has_steps,
+    steps,
+)
 
 # 1.5 * 2 ** 23 in fp32: its sum with an integer of up to 2 ** 22 has that integer in its lowest bits. The largest sum
 # of a block without steps is 2 ** 22 (Q3_K: 256 codes of -128 times digits of -128)
@@ -111,7 +121,10 @@ def _numbers(COUNT: gl.constexpr, DIM: gl.constexpr, RANK: gl.constexpr, layout:
 
 @gluon.jit
 def operand_places(TILES: gl.constexpr, PARTS: gl.constexpr):
-    """Return the tile of the words' rows, [W, 1, 1, 1], the half of the tile, [1, 2, 1, 1], and the row [1, 1, 8, 1]."""
+    """Return the tile of the words' rows, [W, 1, 1, 1], the half of the tile, [1, 2, 1, 1], and the row, [1, 1, 8, 1].
+
+    There are TILES tiles, of 16 rows each.
+    """
     held: gl.constexpr = _rows_layout(TILES * PARTS)
     return _numbers(TILES * PARTS, 0, 4, held) // PARTS, _numbers(2, 1, 4, held), _numbers(8, 2, 4, held)
 
@@ -183,6 +196,8 @@ def digits_of(
             digits = _digits(gl.reshape(integers + _HALVES, [ONCE, WARPS, EACH * 4, 2, 2, 2]))
             digits = gl.reshape(digits, [ONCE, TILES, PARTS, EACH, 4, 2, 4])
             memory.index(token * TIMES + time).store(gl.permute(digits, (0, 1, 3, 2, 4, 6, 5)))
+    # the compiler would wait for the stores in each pass of `products`
+    tl.debug_barrier()
     ALL: gl.constexpr = len(places) * PASSES * TILES
     return (
         memory._reinterpret(gl.int32, [ALL, EACH, PARTS, 4, 4, 2], _memory_layout(5)),
@@ -393,6 +408,9 @@ def products(
     for number in range(1, PASSES):
         # the next pass is loaded while this one is multiplied
         later = pass_words(rows, number, K, KIND, HEIGHT, TILES, PARTS, EACH)
+        if has_codebook(KIND):
+            # otherwise ptxas delays the loads behind those from the codebook
+            tl.debug_barrier()
         sums += _pass_product(words, digits, tokens, number - 1, table, K, KIND, TILES, PARTS, EACH)
         words = later
     sums += _pass_product(words, digits, tokens, PASSES - 1, table, K, KIND, TILES, PARTS, EACH)
