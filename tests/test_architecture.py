@@ -266,6 +266,8 @@ def test_gluon_is_imported_where_it_is_used():
         "dsv4cli.kernels.experts.kernel.warp_specialized",
         "dsv4cli.kernels.gemm.kernel.ggml_int8",
         "dsv4cli.kernels.ggml.kernel.int8",
+        "dsv4cli.kernels.ggml.kernel.int8_digits",
+        "dsv4cli.kernels.ggml.kernel.int8_layouts",
         "dsv4cli.kernels.ggml.kernel.row_words",
     }
     at_once = {

@@ -15,8 +15,9 @@ from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.int8 import ROWS
 from dsv4cli.kernels.ggml.kernel.fields import tile_rows
-from dsv4cli.kernels.ggml.kernel.int8 import digits_of, operand_places, operand_rows, pass_words, products
+from dsv4cli.kernels.ggml.kernel.int8 import operand_places, operand_rows, pass_words, products
 from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
+from dsv4cli.kernels.ggml.kernel.int8_digits import digits_of
 from dsv4cli.kernels.ggml.kernel.octets import blocks_of
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched

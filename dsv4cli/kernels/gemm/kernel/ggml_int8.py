@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from dsv4cli.kernels.gemm.kernel.dequant import first_programs, one_of
 from dsv4cli.kernels.ggml import int8
 from dsv4cli.kernels.ggml.kernel.fields import tile_rows
-from dsv4cli.kernels.ggml.kernel.int8 import digits_of, operand_rows, pass_words, products
+from dsv4cli.kernels.ggml.kernel.int8 import operand_rows, pass_words, products
 from dsv4cli.kernels.ggml.kernel.int8_codes import table_of
+from dsv4cli.kernels.ggml.kernel.int8_digits import digits_of
 from dsv4cli.kernels.ggml.kernel.octets import KernelBlocks
 from dsv4cli.kernels.gluon_barriers import wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
