@@ -70,6 +70,13 @@ def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
 
 
+def test_inputs_of_many_passes(interpreted, monkeypatch):
+    # each warp divides 16 passes of two tokens, eight at once
+    monkeypatch.setattr(int8, "shape", lambda *given: (2, 1, 1))
+    matrix, x = blocks("Q8_0", 20, 1024), uneven(2, 1024)
+    assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
+
+
 def extreme_blocks(kind, columns):
     """Return blocks whose fields have one byte each, so that codes and their factors are the largest or smallest."""
     of, rng = TYPES[kind], np.random.default_rng(1)
