@@ -35,7 +35,7 @@ DECODE = {
     ("pro", "4xH200", 512, 1): 27.2,
 }
 # the same for the 2-bit GGUF form on one H200, decode by batch size
-BLOCKS_DECODE, BLOCKS_PREFILL = {1: 189, 16: 1081}, 15_556
+BLOCKS_DECODE, BLOCKS_PREFILL = {1: 204, 16: 1093}, 15_631
 PREFILL = {
     (PARTLY, "1xH200", 120): 19_500,
     ("flash", "2xH200", 240): 29_721,

@@ -48,7 +48,7 @@ class KernelRates:
 STORED = KernelRates(44e-6, 0.55, frozenset({"H100", "H200"}))
 # for GGUF blocks; elsewhere with the times of other GPUs' kernels on an H200: 6.76 ms per token, and for the experts of
 # 8,192 tokens 33 ms per layer instead of 7
-BLOCKS = KernelRates(75e-6, 0.40, frozenset({"H200"}), elsewhere=KernelRates(95e-6, 0.125, frozenset()))
+BLOCKS = KernelRates(70e-6, 0.40, frozenset({"H200"}), elsewhere=KernelRates(95e-6, 0.125, frozenset()))
 
 
 @dataclass(frozen=True)
