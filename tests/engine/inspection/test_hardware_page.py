@@ -32,6 +32,7 @@ MEASURED = {
     "Flash, 1 H100, experts in host memory": (FLASH, "official", 190),
     "Pro, 4 H200, experts in host memory": (PRO, "official", 512),
     "Flash, 2-bit GGUF, 1 H200": (FLASH, "2-bit GGUF", 128),
+    "Flash with 128 experts, 4-bit GGUF, 1 H200": (FLASH | {"n_routed_experts": 128}, "4-bit GGUF", 128),
 }
 
 
