@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tests.support.gluon_interpreter import Descriptor, run
+from tests.support.gluon_interpreter import Descriptor, Pointers, Shared, Values, run
 
 NARROW = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
 
@@ -137,11 +137,11 @@ def test_places_beyond_the_tensors_are_refused(source, target):
 
 
 @gluon.jit
-def _copied_by_tma(matrix, WAITS: gl.constexpr):
+def _copied_by_tma(matrix, BYTES: gl.constexpr, WAITS: gl.constexpr):
     memory = gl.allocate_shared_memory(gl.int8, [16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(barrier, count=1)
-    mbarrier.expect(barrier, 256)
+    mbarrier.expect(barrier, BYTES)
     tma.async_copy_global_to_shared(matrix, [0, 0], barrier, memory)
     if WAITS:
         mbarrier.wait(barrier, 0)
@@ -149,6 +149,30 @@ def _copied_by_tma(matrix, WAITS: gl.constexpr):
 
 def test_a_copy_that_no_one_awaits_is_refused():
     matrix = Descriptor(torch.zeros(16, 16, dtype=torch.int8), (16, 16))
-    run(_copied_by_tma, 1, matrix, True)
+    run(_copied_by_tma, 1, matrix, 256, True)
     with pytest.raises(AssertionError, match="not awaited"):
-        run(_copied_by_tma, 1, matrix, False)
+        run(_copied_by_tma, 1, matrix, 256, False)
+
+
+def test_a_copy_of_more_bytes_than_expected_is_refused():
+    with pytest.raises(AssertionError, match="more bytes"):
+        run(_copied_by_tma, 1, Descriptor(torch.zeros(16, 16, dtype=torch.int8), (16, 16)), 255, True)
+
+
+@gluon.jit
+def _three_products(left, right, sums, out, RUNNING: gl.constexpr):
+    """Store the second product, which adds to the first one; it may still run if RUNNING is 2."""
+    first = warpgroup_mma(left, right, sums, is_async=True)
+    second = warpgroup_mma(left, right, first, is_async=True)
+    warpgroup_mma(left, right, sums, is_async=True)
+    gl.store(out, warpgroup_mma_wait(RUNNING, deps=[second]))
+
+
+def test_a_product_that_may_still_run_is_not_read():
+    left, sums, out = Values(torch.ones(2, 3)), Values(torch.zeros(2, 2)), torch.empty(2, 2)
+    given = left, Shared(torch.ones(3, 2)), sums, Pointers(out.view(-1), torch.arange(4).view(2, 2))
+    for running in (1, 0):
+        run(_three_products, 1, *given, running)
+        assert (out == 6).all()
+    with pytest.raises(AssertionError, match="before it was awaited"):
+        run(_three_products, 1, *given, 2)

@@ -7,6 +7,7 @@ and that nobody waits for ever. What it does not: layouts, which only the compil
 import operator
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import product
 from types import FunctionType, SimpleNamespace
@@ -225,6 +226,7 @@ class Barrier:
         with self.condition:
             self.pending, self.bytes, self.copied = self.pending - count, self.bytes + more, self.copied or more != 0
             assert self.pending >= 0, "more have arrived than were expected"
+            assert self.bytes >= 0, "more bytes have come than were expected"
             if not self.pending and not self.bytes:
                 self.phase, self.pending = self.phase + 1, self.count
                 self.condition.notify_all()
@@ -447,9 +449,45 @@ def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shar
     barrier.arrive(0, -block.numel() * block.element_size())
 
 
-def _products(left: Values, right: Shared, sums: Values, use_acc: bool = True, **_options: Any) -> Values:
-    product = left.values.float() @ right.values.float()
-    return Values(sums.values + product if use_acc else product)
+class Running(Values):
+    """Sums of a product that runs until it is awaited: before, only another product may read them."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self.compute, self.found = compute, None
+
+    def end(self) -> None:
+        self.found = self.compute()
+
+    @property
+    def values(self) -> torch.Tensor:  # type: ignore[override]
+        assert self.found is not None, "read before it was awaited"
+        return self.found
+
+
+# what each thread has started, in order
+STARTED: dict[int, list[Running]] = defaultdict(list)
+
+
+def _products(
+    left: Values, right: Shared, sums: Values, use_acc: bool = True, is_async: bool = False, **_options: Any
+) -> Values:
+    def compute() -> torch.Tensor:
+        product = left.values.float() @ right.values.float()
+        return sums.values + product if use_acc else product
+
+    if not is_async:
+        return Values(compute())
+    running = Running(compute)
+    STARTED[threading.get_ident()].append(running)
+    return running
+
+
+def _awaited(number: int, deps: Sequence[Values]) -> Any:
+    """Ends all products of this thread except for the last `number`."""
+    started = STARTED[threading.get_ident()]
+    while len(started) > number:
+        started.pop(0).end()
+    return deps[0] if len(deps) == 1 else deps
 
 
 def _exact_products(left: Values, right: Values, sums: Values) -> Values:
@@ -470,6 +508,6 @@ COPY = SimpleNamespace(
 TMA = SimpleNamespace(async_copy_global_to_shared=_described_copy)
 REPLACED = [
     (async_copy, COPY), (hopper.mbarrier, MBARRIER), (hopper.tma, TMA), (hopper.warpgroup_mma, _products),
-    (hopper.warpgroup_mma_wait, lambda _pending, deps: deps[0] if len(deps) == 1 else deps),
+    (hopper.warpgroup_mma_wait, _awaited),
     (hopper.fence_async_shared, lambda: None), (ampere.mma_v2, _exact_products),
 ]  # fmt: skip
