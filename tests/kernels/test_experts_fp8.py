@@ -16,6 +16,7 @@ pytest.importorskip("triton")  # what is tested here is Triton's only
 from dsv4cli.kernels.block_scale import ref as block_scale
 from dsv4cli.kernels.experts.kernel import few_tokens, fp8_hopper
 from tests.kernels.test_experts_many_tokens import BF16, FP32, bf16, fp4, fp8, routed, stacked
+from tests.support.slow import slow_rows
 
 # fp32 sums of 32 products each in a tensor core's short accumulator: 2.3e-5 of a product's norm, measured on an H200.
 # Between the products values are rounded to steps of up to 1/8, which such an error makes some of them miss: the
@@ -40,7 +41,20 @@ def bytes_of(codes: torch.Tensor, fp4_order: bool) -> torch.Tensor:
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
     ("tokens", "chosen", "count", "with_shared"),
-    [(2, 6, 256, True), (19, 2, 3, True), (9, 3, 5, False), (70, 2, 5, False), (66, 3, 12, False)],
+    [
+        (2, 6, 256, True),
+        (19, 2, 3, True),
+        (30, 2, 8, True),
+        (9, 3, 5, False),
+        (64, 2, 5, True),
+        (70, 2, 5, False),
+        (66, 3, 12, False),
+        (90, 3, 20, False),
+        # chunks as full as narrow ones can be, and an expert with full chunks and a narrow one
+        (8, 2, 2, True),
+        (40, 1, 1, True),
+        (72, 1, 1, False),
+    ],
 )
 def test_inputs_by_chunk(tokens, chosen, count, with_shared):
     hidden = 1024
@@ -55,11 +69,12 @@ def test_inputs_by_chunk(tokens, chosen, count, with_shared):
     own, flat = -(-tokens // work.tokens) if with_shared else 0, experts.flatten()
     codes, scales = block_scale.fp8_codes(x.contiguous(), 128)
     codes, scales = codes.view(torch.uint8).unflatten(-1, (-1, 128)), scales.float()
-    held = work.inputs.view(torch.uint8).view(len(work.inputs), -1, 4, work.tokens, 32).transpose(2, 3).flatten(-2)
 
-    def check(chunk: int, slot: int, token: int, fp4_order: bool) -> None:
-        assert torch.equal(held[chunk, :, slot], bytes_of(codes[token], fp4_order))
-        assert torch.equal(work.scales.view(len(held), -1, work.tokens)[chunk, :, slot], scales[token])
+    def check(chunk: int, size: int, slot: int, token: int, fp4_order: bool) -> None:
+        width = work.tokens if size > work.narrow else work.narrow
+        held = work.inputs[chunk].view(torch.uint8)[: width * hidden].view(-1, 4, width, 32)
+        assert torch.equal(held[:, :, slot].flatten(-2), bytes_of(codes[token], fp4_order))
+        assert torch.equal(work.scales[chunk].view(-1, work.tokens)[:, slot], scales[token])
 
     order = flat.argsort(stable=True)
     assert torch.equal(work.place[order].long(), torch.arange(len(flat)))
@@ -72,20 +87,25 @@ def test_inputs_by_chunk(tokens, chosen, count, with_shared):
         assert set(flat[pairs].tolist()) == {rows.tolist().index(row)}
         assert torch.equal(work.factors[own + chunk, :size], routing.flatten()[pairs])
         for slot, pair in enumerate(pairs.tolist()):
-            check(own + chunk, slot, pair // chosen, True)
+            check(own + chunk, size, slot, pair // chosen, True)
         begin += size
     assert begin == len(flat)
     # an expert's chunks are full but for the last
     assert len(words) == sum(-(-int(n) // work.tokens) for n in torch.bincount(flat))
     for token in range(tokens if with_shared else 0):
-        check(token // work.tokens, token % work.tokens, token, False)
+        size = min(tokens - token // work.tokens * work.tokens, work.tokens)
+        check(token // work.tokens, size, token % work.tokens, token, False)
     assert bool((work.factors[:own].flatten()[: tokens if with_shared else 0] == 1).all())
     assert not work.counters[: own + len(words)].any()
     assert not work.turns.any()
 
 
-@pytest.mark.parametrize(("tokens", "count"), [(5, 3), pytest.param(40, 4, marks=pytest.mark.slow)])
-def test_products_in_an_interpreter(tokens, count, triton_backend, monkeypatch):
+@pytest.mark.parametrize(
+    ("tokens", "count", "buffers"),
+    # chunks of up to 8, 8 or 16, and 16 or 32 pairs; the last also with as little memory as for inputs of 4,096 columns
+    [(5, 3, None), (20, 5, None), (24, 3, (2, 1)), *slow_rows((24, 3, None), (40, 4, None), (20, 5, (3, 1)))],
+)
+def test_products_in_an_interpreter(tokens, count, buffers, triton_backend, monkeypatch):
     """The kernel's arithmetic and its barriers; layouts are the compiler's, and short sums the GPU's."""
     if triton_backend != "interpreter":
         pytest.skip("this interpreter runs on a CPU")
@@ -102,6 +122,8 @@ def test_products_in_an_interpreter(tokens, count, triton_backend, monkeypatch):
     products = fp8_wgmma.products
     monkeypatch.setattr(fp8_wgmma, "products", Products())
     monkeypatch.setattr("dsv4cli.kernels.gluon_launch.gluon_described", Descriptor)
+    if buffers:
+        monkeypatch.setattr(fp8_hopper, "buffers", lambda *_: buffers)
     x, weights, own = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, count, 1024, 512), shared(1024, 512)
     experts, routing = routed(tokens, count, 2)
     experts = experts.contiguous()
@@ -135,7 +157,7 @@ def test_products(tokens, chosen, count, hidden, inner, triton_backend, monkeypa
         x, weights = torch.randn(tokens, hidden).bfloat16(), stacked(fp4, 2 * count, hidden, inner)
         weights, own = replace(weights, rows=torch.randperm(2 * count)[:count]), shared(hidden, inner)
         given = routed(tokens, count, chosen)
-    monkeypatch.setattr(fp8_hopper, "MOST", 1 << 20)
+    monkeypatch.setattr(fp8_hopper, "_is_few", lambda *_: True)
     assert fp8_hopper.suits(x, weights, tokens * chosen, True)
     expected = ref.routed_experts(x, weights, *given, 7.0, True)
     y = routed_experts(x, weights, *given, 7.0, True)
@@ -171,8 +193,10 @@ def test_what_is_not_a_number_stays_so(triton_backend):
     [
         ("h200", fp4, BF16, 4096, 2048, True),
         ("h100", fp4, BF16, 7168, 512, True),
+        ("h200", fp4, BF16, 4096, 7168, True),
         ("h200", fp4, BF16, 4096, 256, False),
         ("h200", fp4, BF16, 4224, 512, False),
+        ("h200", fp4, BF16, 20480, 512, False),
         ("h200", fp4, FP32, 4096, 2048, False),
         ("h200", bf16, BF16, 4096, 2048, False),
         ("a100", fp4, BF16, 4096, 2048, False),
@@ -185,13 +209,15 @@ def test_which_experts(card, stored, dtype, hidden, inner, suits):
     with FakeTensorMode(), described(CARDS[card]), torch.device("cuda"):
         x, weights = torch.empty(4, hidden, dtype=dtype), stacked(stored, 8, hidden, inner)
         assert fp8_hopper.suits(x, weights, 24, True) == suits
-        # inputs that are not rounded to e4m3, one token, exact rows, and 16 pairs an expert
+        # inputs that are not rounded to e4m3, one token, exact rows, and too many pairs per expert
         assert not fp8_hopper.suits(x, weights, 24, False)
         assert not fp8_hopper.suits(torch.empty(1, hidden, dtype=dtype), weights, 6, True)
         with exact_rows(True):
             assert not fp8_hopper.suits(x, weights, 24, True)
-        assert not fp8_hopper.suits(x, weights, 128, True)
-        assert fp8_hopper.suits(x, weights, 127, True) == suits
+        # 24 pairs per expert, or 15 if chunks of 32 do not fit in shared memory
+        most = 127 if max(hidden, inner) > 4096 else 192
+        assert fp8_hopper.suits(x, weights, most, True) == suits
+        assert not fp8_hopper.suits(x, weights, most + 1, True)
 
 
 def test_which_shared_expert():
@@ -208,12 +234,47 @@ def test_which_shared_expert():
 
 @pytest.mark.parametrize(
     ("width", "tokens", "expected"),
-    [(4096, 8, (4, 2, 2)), (2048, 8, (4, 2, 2)), (4096, 16, (4, 1, 1)), (7168, 8, (4, 1, 2)), (7168, 16, (3, 1, 1))],
+    [
+        (4096, 8, (4, 2)),
+        (2048, 8, (4, 2)),
+        (4096, 16, (4, 1)),
+        (7168, 8, (4, 1)),
+        (7168, 16, (3, 1)),
+        (4096, 32, (2, 1)),
+        (2048, 32, (4, 1)),
+    ],
 )
 def test_buffers_fill_shared_memory(width, tokens, expected):
     assert fp8_hopper.buffers(width, tokens) == expected
 
 
+def test_each_product_has_the_buffers_for_its_width(monkeypatch):
+    from dsv4cli.kernels.experts.kernel import fp8_wgmma
+
+    launches = []
+    names = fp8_wgmma.products.arg_names
+
+    class Products:
+        def __getitem__(self, grid):
+            return lambda *arguments, **_: launches.append(dict(zip(names, arguments, strict=False)))
+
+    monkeypatch.setattr(fp8_wgmma, "products", Products())
+    monkeypatch.setattr("dsv4cli.kernels.gluon_launch.gluon_described", lambda *_: None)
+    with FakeTensorMode():
+        weights = stacked(fp4, 2, 4096, 2048)
+        work = fp8_hopper._work(torch.empty(8, 4096), weights, 48, False)
+        fp8_hopper._products(4096, work, weights, None, 7.0)
+    assert [(one["K"], one["SLOTS"], one["BUFFERS"]) for one in launches] == [(4096, 2, 1), (2048, 4, 1)]
+
+
 def test_wide_chunks_for_many_pairs():
-    assert fp8_hopper.chunk(1280, 256) == 8
-    assert fp8_hopper.chunk(1281, 256) == 16
+    assert fp8_hopper.chunk(1024, 256, 4096) == (8, 8)
+    assert fp8_hopper.chunk(1025, 256, 4096) == (8, 16)
+    assert fp8_hopper.chunk(3328, 256, 4096) == (8, 16)
+    assert fp8_hopper.chunk(3329, 256, 4096) == (16, 32)
+    # chunks of 32 pairs do not fit in shared memory, whichever product has that many columns
+    assert fp8_hopper.chunk(3329, 256, 7168) == (8, 16)
+    for hidden, inner in ((7168, 512), (512, 7168)):
+        with FakeTensorMode():
+            work = fp8_hopper._work(torch.empty(8, hidden), stacked(fp4, 2, hidden, inner), 30, False)
+        assert (work.narrow, work.tokens) == (8, 16)

@@ -110,6 +110,16 @@ def _compiled(kernel: Kernel, *arguments: Any, grid: Any, warmup: bool, **option
     JITFunction.run(kernel, *arguments, grid=grid, warmup=True, **options)
 
 
+def widths_of(launches: list[Launch]) -> list[tuple[int, int]]:
+    """The maximum numbers of pairs in narrow chunks, and in chunks, for which FP8 tensor cores multiply experts."""
+    found = set[tuple[int, int]]()
+    for launch in launches:
+        if launch.module.endswith(".fp8_wgmma"):
+            constants = {launch.function.arg_names[at]: value for (at,), value in launch.constants.items()}
+            found.add((constants["NARROW"], constants["TOKENS"]))
+    return sorted(found)
+
+
 def main(model: str, sequences: str, context: str, ranks: str, steps: str) -> None:
     one, draw = demand(model, int(sequences), int(context), int(ranks)), random.Random(0)
     missed: list[Any] = []
@@ -127,6 +137,7 @@ def main(model: str, sequences: str, context: str, ranks: str, steps: str) -> No
         same_keys = keys_of(found, last_first=False) == keys_of(found, last_first=True)
     kept = "run" in vars(Kernel) or any(call.compiled for launch in found for call in launch.function.calls.values())
     told = {"found": len(found), "names": sorted({launch.name for launch in found}), "missed": missed, "anew": anew}
+    told |= {"widths": widths_of(found)}
     json.dump(told | {"again": again, "kept": kept, "same_keys": same_keys}, sys.stdout)
 
 

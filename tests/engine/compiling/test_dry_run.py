@@ -1,13 +1,19 @@
 """The list of kernels, found without data: whatever a run launches is on it, under the name that Triton looks for."""
 
 import json
+from unittest.mock import patch
 
 import pytest
 
+from dsv4cli.engine.compiling.demand import Step, prompts
+from tests.engine.compiling.test_demand import demand
 from tests.support.forked import output_of
 from tests.support.gguf_models import UNSLOTH, write_nano
 
 pytest.importorskip("triton")
+
+from dsv4cli.engine.compiling.dry_run import DryRun
+from dsv4cli.kernels.experts.kernel.fp8_hopper import WIDTHS, _is_few, chunk
 
 
 def dry_run(tmp_path, *arguments: object, module: str = "dry_runs") -> dict[str, object]:
@@ -39,6 +45,30 @@ def test_random_steps_launch_nothing_else(tmp_path, preset, sequences, context, 
     found = dry_run(tmp_path, preset, sequences, context, ranks, 60)
     assert found["missed"] == []
     assert found["found"] < 400
+    assert found["widths"] == ([list(widths) for _, widths in WIDTHS] if preset.startswith("flash") else [])
+
+
+@pytest.mark.parametrize(("experts", "width"), [(8, 4096), (192, 4096), (256, 4096), (384, 7168), (1, 512)])
+@pytest.mark.parametrize("lengths", [None, [9, 9]])
+def test_the_search_finds_every_width_of_chunks_of_experts(experts, width, lengths):
+    """The search compares only the ends of spans, so a width that is used within one alone would not be found."""
+
+    def widths(tokens: int) -> tuple[int, int] | None:
+        return chunk(6 * tokens, experts, width) if _is_few(6 * tokens, experts, width) else None
+
+    found = set()
+    dry = DryRun.__new__(DryRun)
+    dry._demand = demand(lengths, max_context=8192)
+
+    def step(one: Step) -> frozenset[object]:
+        kernels = frozenset({widths(sum(tokens for tokens, _ in one.chunks))})
+        found.update(kernels)
+        return kernels
+
+    with patch.object(dry, "_step", step):
+        for task in prompts(dry._demand):
+            step(task) if isinstance(task, Step) else dry._explore(task)
+    assert found == {widths(tokens) for tokens in range(1, 8193)}
 
 
 def test_the_kernels_of_gguf_blocks_are_compiled_ahead(tmp_path):

@@ -20,19 +20,25 @@ if TYPE_CHECKING:
 
     from dsv4cli.kernels.experts import ExpertWeights
 
-# fewest tokens, and most pairs per expert, for which `fp8_wgmma` is faster; most pairs per expert for chunks of NARROW
-LEAST, MOST, SHORT = 2, hopper.LEAST, 5
+# fewest tokens for which `fp8_wgmma` is faster
+LEAST = 2
 # most tokens whose pairs are sorted by the launch that rounds inputs
 FEW = 64
 # most tokens of the shared expert. In the same launches, and in launches of its own before them, all experts take
 # 297 us and 303 us for 16 tokens, 740 us and 684 us for 64 (H200, 6 of 256; routed experts alone 273 us and 633 us)
 OWN = 16
-# tokens of a chunk
-NARROW, WIDE = 8, 16
-# bytes of a stage, most stages, columns of which widths are multiples, and bytes of shared memory for everything else
-STAGE, SLOTS, COLUMNS, REST = 128 * (256 + 16), 4, 512, 1 << 10
+# up to this many pairs per expert on average: the most pairs of a narrow chunk, and of a chunk. Other kernels follow.
+# Measured (H200, 6 of 192 or 256 experts): at 6 pairs, (8, 16) takes 863 us and (8, 8) 950; at 12, (8, 16) 989 and
+# (16, 32) 1,015; at 16, 972 and 847; at 24, (16, 32) 1,002 and `warp_specialized` 1,084; at 32, 1,335 and 1,343.
+# Not measured: 4, where one expert in 50 has more than 8 pairs, and 13, the limit that interpolation suggests
+WIDTHS = ((4, (8, 8)), (13, (8, 16)), (24, (16, 32)))
+# bytes of a stage, most and fewest stages, columns of which widths are multiples, and bytes of shared memory for
+# everything else
+STAGE, SLOTS, FEWEST, COLUMNS, REST = 128 * (256 + 16), 4, 2, 512, 1 << 10
 # counters of batches, one per launch
 TURNS = 2
+# tokens that a warp of `fp8_inputs.arrange` rounds
+PER_WARP = 8
 # columns of a token that a program of `add` sums
 SUMMED = 512
 
@@ -41,13 +47,15 @@ class ChunkedPairs(NamedTuple):
     """A call's pairs, cut into chunks, and what `fp8_inputs` prepares for them.
 
     Attributes:
-        tokens: maximum number of pairs in a chunk.
+        narrow, tokens: maximum number of pairs in a narrow chunk, and in a chunk. Inputs of a narrow chunk have space
+            for `narrow` tokens, and those of a larger one for `tokens`.
         own: tokens of the shared expert, whose chunks come first, or 0.
         place: int32 [pairs], the position of each pair, by expert.
         words, count: int64 [..] and int32 [1]: chunks of routed experts, and their number.
         inputs, scales, factors, counters, turns: see the parameters of `fp8_inputs.prepare`.
     """
 
+    narrow: int
     tokens: int
     own: int
     place: torch.Tensor
@@ -70,9 +78,11 @@ def suits(x: torch.Tensor, weights: "ExpertWeights", pairs: int, round_inputs: b
 
     Its sums differ from those of a single token, so this is False inside `exact_rows`. pairs: the number of pairs.
     """
-    if not round_inputs or len(x) < LEAST or planned_rows(len(x), 1) == 1 or pairs >= MOST * weights.count:
-        return False
     inner, width = weights.w1.weight.shape[1], x.shape[1]
+    if not round_inputs or len(x) < LEAST or planned_rows(len(x), 1) == 1:
+        return False
+    if not _is_few(pairs, weights.count, max(inner, width)):
+        return False
     if weights.w1.weight.dtype != torch.int8 or x.dtype != torch.bfloat16 or width % COLUMNS or inner % COLUMNS:
         return False
     return takes_gluon(x.device) and _are_described(weights)
@@ -101,19 +111,38 @@ def _are_described(weights: "ExpertWeights") -> bool:
     )
 
 
-def chunk(pairs: int, experts: int) -> int:
-    """Return the maximum number of pairs in a chunk, for a number of pairs and experts."""
-    return NARROW if pairs <= SHORT * experts else WIDE
+def _is_few(pairs: int, experts: int, width: int) -> bool:
+    """Return whether no other kernel is faster for this many pairs. Arguments: as of `chunk`.
+
+    The limit is that of `hopper` if the widest chunks do not fit in shared memory.
+    """
+    fitting = _fitting(width)
+    if len(fitting) < len(WIDTHS):
+        return bool(fitting) and pairs < hopper.LEAST * experts
+    return pairs <= fitting[-1][0] * experts
 
 
-def buffers(width: int, tokens: int) -> tuple[int, int, int]:
-    """Return the number of weight stages, of input buffers, and of parts of a stage whose products may overlap others.
+def _fitting(width: int) -> list[tuple[int, tuple[int, int]]]:
+    """Return the entries of WIDTHS whose inputs of this width fit in shared memory next to the fewest stages."""
+    return [entry for entry in WIDTHS if buffers(width, entry[1][1])[0] >= FEWEST]
 
-    width: columns of the inputs; tokens: pairs in a chunk.
+
+def chunk(pairs: int, experts: int, width: int) -> tuple[int, int]:
+    """Return the maximum number of pairs in a narrow chunk, and in a chunk.
+
+    pairs, experts: number of pairs and of experts; width: columns of x or of w2's inputs, whichever has more.
+    """
+    fitting = _fitting(width)
+    return next((widths for most, widths in fitting if pairs <= most * experts), fitting[-1][1])
+
+
+def buffers(width: int, tokens: int) -> tuple[int, int]:
+    """Return the number of stages of weights, and that of input buffers.
+
+    width: columns of the inputs; tokens: most pairs of a chunk.
     """
     inputs = 2 if SLOTS * STAGE + 2 * width * tokens + REST <= HOPPER_SHARED else 1
-    slots = (HOPPER_SHARED - REST - inputs * width * tokens) // STAGE
-    return min(SLOTS, slots), inputs, 2 if tokens == NARROW else 1
+    return min(SLOTS, (HOPPER_SHARED - REST - inputs * width * tokens) // STAGE), inputs
 
 
 def mixture(
@@ -148,15 +177,16 @@ def mixture(
 
 def _work(x: torch.Tensor, weights: "ExpertWeights", pairs: int, shared: bool) -> ChunkedPairs:
     """Allocate buffers for a call's pairs and inputs."""
-    tokens, own = chunk(pairs, weights.count), len(x) if shared else 0
-    (width, inner), most = (x.shape[1], weights.w1.weight.shape[1]), min(pairs, pairs // tokens + weights.count)
+    width, inner, own = x.shape[1], weights.w1.weight.shape[1], len(x) if shared else 0
+    narrow, tokens = chunk(pairs, weights.count, max(width, inner))
+    most = min(pairs, pairs // tokens + weights.count)
     every = most + cdiv(own, tokens)
 
     def new(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
     return ChunkedPairs(
-        tokens, own, new(pairs), new(most, dtype=torch.int64), new(1),
+        narrow, tokens, own, new(pairs), new(most, dtype=torch.int64), new(1),
         new(every, width * tokens, dtype=torch.int8), new(every, width // 128 * tokens, dtype=torch.float32),
         new(every, tokens, dtype=torch.float32), new(every, inner // 128), new(TURNS),
     )  # fmt: skip
@@ -173,7 +203,7 @@ def _prepared(
         x, experts, weights.rows, routing, work.place, work.words, work.count, work.inputs.view(torch.uint8),
         *work.written, pairs, cdiv(work.own, work.tokens), x.stride(0), width, per_token, next_power_of_2(per_token),
         next_power_of_2(pairs), max(next_power_of_2(weights.count), 32), next_power_of_2(blocks), blocks, TURNS,
-        work.tokens, shared, fp8_inputs.COLUMNS, **overlap(x),
+        work.narrow, work.tokens, shared, fp8_inputs.COLUMNS, **overlap(x),
     )  # fmt: skip
     return work
 
@@ -188,8 +218,8 @@ def _sorted(
     work = work._replace(place=groups.position, words=groups.words, count=groups.count)
     fp8_inputs.arrange[(len(work.inputs), x.shape[1] // 128)](
         x, groups.order, work.words, work.count, routing, work.inputs.view(torch.uint8), *work.written, x.stride(0),
-        x.shape[1], experts.shape[1], next_power_of_2(blocks), blocks, TURNS, work.tokens, **overlap(x),
-        num_warps=cdiv(work.tokens, NARROW),
+        x.shape[1], experts.shape[1], next_power_of_2(blocks), blocks, TURNS, work.narrow, work.tokens, **overlap(x),
+        num_warps=work.tokens // PER_WARP,
     )  # fmt: skip
     return work
 
@@ -215,12 +245,12 @@ def _products(
     fp8_wgmma.products[programs](
         *_routed(weights.w1), *_routed(weights.w3), *_own((shared or weights).w1, (shared or weights).w3),
         _inputs(work.inputs), work.scales, *chunks, work.factors, inner, inner_inputs, inner_scales, work.counters,
-        work.turns[:1], limit, inner_width, width, work.tokens, *buffers(width, work.tokens), True, shared is not None,
-        **overlap(inner), num_warps=WARPS,
+        work.turns[:1], limit, inner_width, width, work.narrow, work.tokens, *buffers(width, work.tokens), True,
+        shared is not None, **overlap(inner), num_warps=WARPS,
     )  # fmt: skip
     fp8_wgmma.products[programs](
         *last, *last, *_own((shared or weights).w2, (shared or weights).w2), _inputs(inner_inputs), inner_scales,
-        *chunks, None, outputs, None, None, None, work.turns[1:], limit, width, inner_width, work.tokens,
+        *chunks, None, outputs, None, None, None, work.turns[1:], limit, width, inner_width, work.narrow, work.tokens,
         *buffers(inner_width, work.tokens), False, shared is not None, **overlap(inner), num_warps=WARPS,
     )  # fmt: skip
     return outputs

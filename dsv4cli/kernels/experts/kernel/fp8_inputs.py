@@ -16,7 +16,7 @@ COLUMNS = 512
 
 
 @triton.jit
-def place(column, TOKENS: tl.constexpr, FP4: tl.constexpr):
+def place(column, tokens, FP4: tl.constexpr):
     """Return the byte offset of a column (below 128) of a chunk's first token, in the order [block of 32, token, byte].
 
     With FP4 weights, columns 8 t + 2 i and 8 t + 2 i + 1 of a block are the low and the high code of byte i of word t,
@@ -24,7 +24,7 @@ def place(column, TOKENS: tl.constexpr, FP4: tl.constexpr):
     """
     within = column % 32
     byte = within % 2 * 16 + within // 8 * 4 + within % 8 // 2 if FP4 else within
-    return column // 32 * (32 * TOKENS) + byte
+    return column // 32 * (32 * tokens) + byte
 
 
 @triton.jit
@@ -44,12 +44,12 @@ def _rounded(x, place, inside, FP4: tl.constexpr):
 
 
 @triton.jit
-def _store(codes, scale, inputs, scales, chunk, slot, first, inside, K: tl.constexpr, TOKENS: tl.constexpr):
-    """Store the rounded blocks of a token, from block `first` on, in a slot of a chunk."""
+def _store(codes, scale, inputs, scales, chunk, width, slot, first, inside, K: tl.constexpr, TOKENS: tl.constexpr):
+    """Store the rounded blocks of a token, from block `first` on, in a slot of a chunk of this width."""
     block = first + tl.arange(0, codes.shape[0])
     byte = tl.arange(0, 128)
-    to = chunk.to(tl.int64) * (K * TOKENS) + slot * 32 + block * (128 * TOKENS)
-    at = byte // 32 * (32 * TOKENS) + byte % 32
+    to = chunk.to(tl.int64) * (K * TOKENS) + slot * 32 + block * (128 * width)
+    at = byte // 32 * (32 * width) + byte % 32
     tl.store(inputs + to[:, None] + at[None], codes, inside[:, None])
     tl.store(scales + chunk * (K // 128 * TOKENS) + block * TOKENS + slot, scale, inside)
 
@@ -90,7 +90,9 @@ def prepare(
     place,  # int32 [pairs] the position of each pair
     chunks,  # int64, routed experts' chunks as chunk_parts reads them
     count,  # int32: how many there are
-    inputs,  # uint8 [chunks, K / 32, TOKENS, 32] e4m3, the shared expert's chunks first
+    # uint8 [chunks, K * TOKENS], of each the first [K / 32, width, 32] e4m3, where the width is TOKENS, or NARROW for a
+    # chunk of up to NARROW pairs; the shared expert's chunks first
+    inputs,
     scales,  # fp32 [chunks, K / 128, TOKENS]
     factors,  # fp32 [chunks, TOKENS] the routing weight of each pair, 1 for the shared expert
     counters,  # int32 [chunks, COUNTERS], set to zero
@@ -106,6 +108,7 @@ def prepare(
     ALL_COUNTERS: tl.constexpr,
     COUNTERS: tl.constexpr,
     TURNS: tl.constexpr,
+    NARROW: tl.constexpr,
     TOKENS: tl.constexpr,
     SHARED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -118,12 +121,13 @@ def prepare(
     mine = tl.where(real, mine, pairs)
     expert, position, chunk, rank, total, listed = _sorted(experts, mine, pairs, PAIRS, BINS, TOKENS)
     own, slot = token // TOKENS, token % TOKENS
+    sizes = tl.minimum(total - rank // TOKENS * TOKENS, TOKENS)
     if part == 0:
         tl.store(place + mine, position, real)
         tl.store(factors + (own_chunks + chunk) * TOKENS + rank % TOKENS, tl.load(routing + mine, real), real)
         first = real & (rank % TOKENS == 0)
         row = expert if rows is None else tl.load(rows + expert, first, other=0)
-        tl.store(chunks + chunk, packed_chunk(row, position, tl.minimum(total - rank, TOKENS)), first)
+        tl.store(chunks + chunk, packed_chunk(row, position, sizes), first)
         _clear(counters, own_chunks + chunk, first, COUNTERS, ALL_COUNTERS)
         if SHARED:
             tl.store(factors + own * TOKENS + slot, 1.0)
@@ -139,10 +143,13 @@ def prepare(
     for one in tl.static_range(PER_TOKEN):
         to = own_chunks + tl.sum(tl.where(number == one, chunk, 0), 0)
         at = tl.sum(tl.where(number == one, rank % TOKENS, 0), 0)
-        _store(codes, scale, inputs, scales, to, at, part * (COLUMNS // 128), inside, K, TOKENS)
+        size = tl.sum(tl.where(number == one, sizes, 0), 0)
+        width = tl.where(size > NARROW, TOKENS, NARROW)
+        _store(codes, scale, inputs, scales, to, width, at, part * (COLUMNS // 128), inside, K, TOKENS)
     if SHARED:
         codes, scale = _rounded(x, given, inside, False)
-        _store(codes, scale, inputs, scales, own, slot, part * (COLUMNS // 128), inside, K, TOKENS)
+        width = tl.where(tl.minimum(tl.num_programs(0) - own * TOKENS, TOKENS) > NARROW, TOKENS, NARROW)
+        _store(codes, scale, inputs, scales, own, width, slot, part * (COLUMNS // 128), inside, K, TOKENS)
 
 
 @launched
@@ -163,6 +170,7 @@ def arrange(
     ALL_COUNTERS: tl.constexpr,
     COUNTERS: tl.constexpr,
     TURNS: tl.constexpr,
+    NARROW: tl.constexpr,
     TOKENS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -181,7 +189,8 @@ def arrange(
         given = (pair // PER_TOKEN).to(tl.int64) * stride + block * 128
         codes, scale = _rounded(x, given, inside, True)
         byte = tl.arange(0, 128)
-        to = chunk.to(tl.int64) * (K * TOKENS) + block * (128 * TOKENS)
-        at = slot[:, None] * 32 + (byte // 32 * (32 * TOKENS) + byte % 32)[None]
-        tl.store(inputs + to + at, codes)
-        tl.store(scales + chunk * (K // 128 * TOKENS) + block * TOKENS + slot, scale)
+        width = tl.where(size > NARROW, TOKENS, NARROW)
+        to = chunk.to(tl.int64) * (K * TOKENS) + block * (128 * width)
+        at = slot[:, None] * 32 + (byte // 32 * (32 * width) + byte % 32)[None]
+        tl.store(inputs + to + at, codes, inside[:, None])
+        tl.store(scales + chunk * (K // 128 * TOKENS) + block * TOKENS + slot, scale, inside)

@@ -36,3 +36,15 @@ def held(tokens):
 def operand(tokens):
     """Return the layout of a left operand [128, 32] of FP8."""
     return gl.DotOperandLayout(0, held(tokens), 4)
+
+
+@constexpr_function
+def group(tokens):
+    """Return the number of blocks whose products are awaited at a time. More do not fit in registers."""
+    return 4 if tokens <= 16 else 2
+
+
+@constexpr_function
+def lag(tokens):
+    """Return the number of groups whose products may run while an earlier one's are added."""
+    return 2 if tokens <= 8 else 1

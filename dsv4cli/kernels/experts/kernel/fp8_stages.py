@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from dsv4cli.kernels.experts.kernel.fp8_layouts import CODES, SCALES, held, operand
+from dsv4cli.kernels.experts.kernel.fp8_layouts import CODES, SCALES, group, held, lag, operand
 from dsv4cli.kernels.gluon_barriers import await_filled, tell
 
 # rows of a unit, and bytes of a row in a stage
@@ -85,20 +85,20 @@ def _scaled(products, words, J: gl.constexpr):
 
 
 @gluon.jit
-def _ended(done, PART: gl.constexpr, PENDING: gl.constexpr):
-    """Wait for a part's four products and return them. PENDING: number of later parts that may still be running."""
-    return warpgroup_mma_wait(
-        PENDING * 4, deps=[done[PART * 4], done[PART * 4 + 1], done[PART * 4 + 2], done[PART * 4 + 3]]
-    )
+def _added(sums, total, done, words, factors, NUMBER: gl.constexpr, GROUP: gl.constexpr, LAG: gl.constexpr):
+    """Add the products of group NUMBER, GROUP blocks, once they have ended. The LAG groups after it may still run.
 
-
-@gluon.jit
-def _added(sums, done, words, factors, PART: gl.constexpr, PENDING: gl.constexpr):
-    """Return the sums plus a part's products times their scales."""
-    zero, one, two, three = _ended(done, PART, PENDING)
-    total = _scaled(zero, words[PART], 0) + _scaled(one, words[PART], 1)
-    total += _scaled(two, words[PART], 2) + _scaled(three, words[PART], 3)
-    return sums + total * gl.expand_dims(factors[PART], 0)
+    Returns the sums, and the total of the blocks of the last part so far, to which the inputs' scale is yet to be
+    applied.
+    """
+    FIRST: gl.constexpr = NUMBER * GROUP
+    products = warpgroup_mma_wait(LAG * GROUP, deps=done[FIRST : FIRST + GROUP])
+    for block in gl.static_range(FIRST, FIRST + GROUP):
+        scaled = _scaled(products[block - FIRST], words[block // 4], block % 4)
+        total = scaled if block % 4 == 0 else total + scaled
+        if block % 4 == 3:
+            sums += total * gl.expand_dims(factors[block // 4], 0)
+    return sums, total
 
 
 @gluon.jit
@@ -110,30 +110,32 @@ def _decoded(codes, number):
 
 
 @gluon.jit
-def _routed_stage(sums, codes, scales, freed, given, begin, factors, number, LAG: gl.constexpr):
+def _routed_stage(sums, codes, scales, freed, given, begin, factors, number):
     """Return the sums plus the products of an FP4 stage.
 
-    begin: the stage's first block in `given`; factors: the inputs' scales, by part; LAG: number of parts whose products
-    may still be running.
+    begin: the stage's first block in `given`; factors: the inputs' scales, by part.
     """
     TOKENS: gl.constexpr = sums.shape[1]
+    GROUP: gl.constexpr = group(TOKENS)
+    LAG: gl.constexpr = lag(TOKENS)
     at = number % freed.shape[0]
     words = _words_of_rows(scales, at, TOKENS)
-    done = ()
+    done, total = (), sums  # the first block replaces the total
     for half in gl.static_range(2):
         low, high = _decoded(codes, at * 4 + half * 2)
         other_low, other_high = _decoded(codes, at * 4 + half * 2 + 1)
-        for part in gl.static_range(2):
-            for block in gl.static_range(part * 4, part * 4 + 4):
-                left = _left(low[block], high[block], other_low[block], other_high[block], gl.float8e5, TOKENS)
-                done += (_product(left, given, begin + half * 8 + block, TOKENS),)
-            if half * 2 + part == 3:
+        for block in gl.static_range(8):
+            left = _left(low[block], high[block], other_low[block], other_high[block], gl.float8e5, TOKENS)
+            done += (_product(left, given, begin + half * 8 + block, TOKENS),)
+            if half * 8 + block == 15:
                 # a barrier of the eight warps: all have read the stage
                 tell(freed, number)
-            if half * 2 + part >= LAG:
-                sums = _added(sums, done, words, factors, half * 2 + part - LAG, LAG)
+            if block % GROUP == GROUP - 1 and (half * 8 + block) // GROUP >= LAG:
+                sums, total = _added(
+                    sums, total, done, words, factors, (half * 8 + block) // GROUP - LAG, GROUP, LAG
+                )  # fmt: skip
     for rest in gl.static_range(LAG):
-        sums = _added(sums, done, words, factors, 4 - LAG + rest, LAG - 1 - rest)
+        sums, total = _added(sums, total, done, words, factors, 16 // GROUP - LAG + rest, GROUP, LAG - 1 - rest)
     return sums
 
 
@@ -153,7 +155,7 @@ def _shared_stage(sums, codes, freed, given, begin, factors, weight_factors, num
             done += (_product(left, given, begin + part * 4 + block, TOKENS),)
     tell(freed, number)
     for part in gl.static_range(2):
-        zero, one, two, three = _ended(done, part, 1 - part)
+        zero, one, two, three = warpgroup_mma_wait(4 - part * 4, deps=done[part * 4 : part * 4 + 4])
         total = ((zero + one) + (two + three)) * gl.expand_dims(weight_factors[part], 1)
         sums += total * gl.expand_dims(factors[part], 0)
     return sums
@@ -167,36 +169,42 @@ def _scale_of(first, second, place, line):
 
 
 @gluon.jit
+def steps(is_own, K: gl.constexpr, SHARED: gl.constexpr):
+    """Return the number of stages of a unit."""
+    return gl.where(is_own, K // STAGE, K // 2 // STAGE) if SHARED else K // 2 // STAGE
+
+
+@gluon.jit
 def unit_sums(
-    is_own, row, number, begin, scale, stages, given, own_scales, line,
-    K: gl.constexpr, SHARED: gl.constexpr, LAG: gl.constexpr,
+    is_own, row, number, begin, scale, stages, given, own_scales,
+    K: gl.constexpr, STRIDE: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
-    """Return a unit's sums [ROWS, TOKENS], and the number of the stage after its last one.
+    """Return a unit's sums [ROWS, TOKENS].
 
     Args:
         row: the unit's first row of weights.
         number: the number of its first stage.
         begin: the first block of its inputs in `given`.
-        scale: pointers to the inputs' scales of the first 128 columns, for each token.
+        scale: pointer to the inputs' scales of the first 128 columns. Those of the next ones are STRIDE further.
     """
     codes, scales, _units, filled, freed = stages
     TOKENS: gl.constexpr = given.shape[1]
     sums = gl.full([ROWS, TOKENS], 0.0, gl.float32, held(TOKENS))
+    scale += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, held(TOKENS)))
+    line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, held(TOKENS)))
     if SHARED and is_own:
         place = row // 128 * (K // 128)
         for step in range(K // STAGE):
-            factors = gl.load(scale + step * 2 * TOKENS), gl.load(scale + (step * 2 + 1) * TOKENS)
+            factors = gl.load(scale + step * 2 * STRIDE), gl.load(scale + (step * 2 + 1) * STRIDE)
             one = _scale_of(own_scales[0], own_scales[1], place + step * 2, line)
             two = _scale_of(own_scales[0], own_scales[1], place + step * 2 + 1, line)
-            await_filled(filled, number)
-            sums = _shared_stage(sums, codes, freed, given, begin + step * 8, factors, (one, two), number)
-            number += 1
+            await_filled(filled, number + step)
+            sums = _shared_stage(sums, codes, freed, given, begin + step * 8, factors, (one, two), number + step)
     else:
         for step in range(K // 2 // STAGE):
-            near = scale + step * 4 * TOKENS
-            factors = gl.load(near), gl.load(near + TOKENS), gl.load(near + 2 * TOKENS), gl.load(near + 3 * TOKENS)
-            await_filled(filled, number)
-            sums = _routed_stage(sums, codes, scales, freed, given, begin + step * 16, factors, number, LAG)
-            number += 1
+            near = scale + step * 4 * STRIDE
+            factors = gl.load(near), gl.load(near + STRIDE), gl.load(near + 2 * STRIDE), gl.load(near + 3 * STRIDE)
+            await_filled(filled, number + step)
+            sums = _routed_stage(sums, codes, scales, freed, given, begin + step * 16, factors, number + step)
         sums *= FACTOR
-    return sums, number
+    return sums

@@ -4,8 +4,10 @@ A program is persistent. A unit is a chunk of up to TOKENS pairs of one expert, 
 of w3, or 128 of w2. One warp loads stages of 512 columns by TMA, in their stored form. Eight warps decode 16 rows
 each in registers, 7 instructions for 8 codes, and multiply each block of 32 columns into a new accumulator, which is
 multiplied by the block's scale in fp32. A third partition, one warp, rounds the results of w1 and w3 for w2 as soon as
-128 inner values are stored. Sums depend neither on the other tokens of a chunk nor on the number of columns of the
-product.
+128 inner values are stored.
+
+The product of a chunk of up to NARROW pairs has NARROW columns, any other one TOKENS. Sums depend neither on the other
+tokens of a chunk nor on the number of columns of the product.
 
 The shared expert's units come first: e4m3 weights need no decoding, and their stages have 256 columns.
 """
@@ -17,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_two_ceil
 from dsv4cli.kernels.experts.kernel.fp8_inputs import place
 from dsv4cli.kernels.experts.kernel.fp8_layouts import EACH_WARP, INNER, INPUTS, ONE, PLAIN, held
-from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, unit_sums
+from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, steps, unit_sums
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell, wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
@@ -74,15 +76,23 @@ def _bring_codes(first, second, row, later, column, at, codes, barrier):
 
 
 @gluon.jit
-def _bring_inputs(inputs, chunk, number, given, input_filled, input_freed):
-    """Load a chunk's inputs into the next buffer."""
+def _bring_inputs(
+    inputs, chunk, size, number, given, input_filled, input_freed, NARROW: gl.constexpr, TOKENS: gl.constexpr
+):  # fmt: skip
+    """Load the inputs of a chunk of `size` pairs into the next buffer: for a narrow chunk, its first parts only."""
     buffers: gl.constexpr = input_filled.shape[0]
     parts: gl.constexpr = given.shape[0] // buffers
+    narrow: gl.constexpr = parts * NARROW // TOKENS
     await_freed(input_freed, number)
     slot = number % buffers
     barrier = input_filled.index(slot)
-    mbarrier.expect(barrier, parts * INPUT_ROWS * 32)
-    for part in gl.static_range(parts):
+    needed = parts
+    if size <= NARROW:
+        needed = narrow
+        mbarrier.expect(barrier, narrow * INPUT_ROWS * 32)
+    else:
+        mbarrier.expect(barrier, parts * INPUT_ROWS * 32)
+    for part in range(needed):
         tma.async_copy_global_to_shared(
             inputs, [(chunk * parts + part) * INPUT_ROWS, 0], barrier, given.index(slot * parts + part)
         )
@@ -113,8 +123,8 @@ def _late(is_first, BUFFERS: gl.constexpr, LATE: gl.constexpr, BOTH: gl.constexp
 @gluon.jit
 def _bring(
     routed, shared, inputs, chunks, turns, total, stages, of_inputs,
-    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr,
+    SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Take batches of units in turn, and load their weights and inputs.
 
@@ -124,9 +134,9 @@ def _bring(
     codes, scales, units, filled, freed = stages
     given, input_filled, input_freed = of_inputs
     SLOTS: gl.constexpr = filled.shape[0]
-    STEPS: gl.constexpr = K // 2 // STAGE
     EACH: gl.constexpr = HALF if BOTH else ROWS
     LATER: gl.constexpr = 0 if BOTH else HALF
+    STEPS: gl.constexpr = K // 2 // STAGE
     LATE: gl.constexpr = (STEPS if STEPS < SLOTS else SLOTS) - 1
     number, buffer, before = 0, 0, -1
     programs = gl.num_programs(0)
@@ -135,13 +145,10 @@ def _bring(
     while unit < last:
         for mine in range(unit, last):
             chunk = mine // (N // EACH)
-            is_own, expert, _position, _size = _chunk(chunks, chunk, TOKENS)
+            is_own, expert, _position, size = _chunk(chunks, chunk, TOKENS)
             row = expert * N + mine % (N // EACH) * EACH
             late = _late(mine == start, input_filled.shape[0], LATE, BOTH)
-            steps = STEPS
-            if SHARED:
-                steps = gl.where(is_own, 2 * STEPS, STEPS)
-            for step in range(steps):
+            for step in range(steps(is_own, K, SHARED)):
                 await_freed(freed, number)
                 at = number % SLOTS
                 if step == 0:
@@ -158,7 +165,7 @@ def _bring(
                     tma.async_copy_global_to_shared(second_scale, [row + LATER, step * WORDS], barrier, further)
                 if step == late and chunk != before:
                     _wait_once(before, BOTH, OVERLAP)
-                    _bring_inputs(inputs, chunk, buffer, given, input_filled, input_freed)
+                    _bring_inputs(inputs, chunk, size, buffer, given, input_filled, input_freed, NARROW, TOKENS)
                     buffer += 1
                     before = chunk
                 number += 1
@@ -169,20 +176,55 @@ def _bring(
 
 
 @gluon.jit
+def _store_unit(
+    sums, out, routing, unit, row, position, size, of_rounding, ended, limit, N: gl.constexpr, BOTH: gl.constexpr
+):  # fmt: skip
+    """Store a unit's results of w2, or, if BOTH, of w1 and w3, and signal `_round`.
+
+    Args:
+        sums: fp32 [ROWS, width of the chunk].
+        routing: pointer to the chunk's routing weights; None for w2.
+        row: first row of the results.
+        position, size: first position of the chunk's pairs, and their number.
+        ended: the number of units of this program before this one.
+    """
+    WIDTH: gl.constexpr = sums.shape[1]
+    if BOTH:
+        tickets, stored, read = of_rounding
+        gate, up = gl.split(gl.permute(gl.reshape(sums, [8, 2, 8, WIDTH]), (0, 2, 3, 1)))
+        gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
+        value = gl.reshape(gated_values(gate, up, limit), [HALF, WIDTH])
+        kept: gl.constexpr = value.type.layout
+        token = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, kept))
+        value *= gl.expand_dims(gl.load(routing + token), 0)
+        lines = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, kept))
+        to = out + (gl.expand_dims((position + token).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
+        await_freed(read, ended)
+        tickets.index(ended % TICKETS).store(gl.full([1], unit, gl.int32, EACH_WARP))
+        gl.store(to, value.to(gl.bfloat16), gl.expand_dims(token < size, 0))
+        tell(stored, ended)
+    else:
+        token = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, held(WIDTH)))
+        line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, held(WIDTH)))
+        lines = row + line % 16 // 8 * HALF + line // 16 * 8 + line % 8
+        to = out + (gl.expand_dims((position + token).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
+        gl.store(to, sums.to(gl.bfloat16), gl.expand_dims(token < size, 0))
+
+
+@gluon.jit
 def _multiply(
-    out, routing, input_scales, chunks, own_scales, stages, of_inputs, tickets, stored, read, limit,
-    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
-    LAG: gl.constexpr, OVERLAP: gl.constexpr,
+    out, routing, input_scales, chunks, own_scales, stages, of_inputs, of_rounding, limit,
+    N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr,
+    SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply the units that `_bring` loads, and store bf16 results by position."""
     _codes, _scales, units, filled, _freed = stages
     buffers, input_filled, input_freed = of_inputs
     BUFFERS: gl.constexpr = input_filled.shape[0]
     EACH: gl.constexpr = HALF if BOTH else ROWS
-    MMA: gl.constexpr = held(TOKENS)
+    TIMES: gl.constexpr = TOKENS // NARROW
     given = buffers._reinterpret(gl.float8e4nv, [BUFFERS * (K // 32), TOKENS, 32], INPUTS)
-    column = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, MMA))
-    line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, MMA))
+    narrow = buffers._reinterpret(gl.float8e4nv, [BUFFERS * (K // 32) * TIMES, NARROW, 32], INPUTS)
     number, buffer, ended, before = 0, -1, 0, -1
     if not BOTH:
         wait_for_inputs(OVERLAP)
@@ -197,46 +239,41 @@ def _multiply(
             buffer += 1
             before = chunk
             await_filled(input_filled, buffer)
-        begin, scale = buffer % BUFFERS * (K // 32), input_scales + chunk * (K // 128 * TOKENS) + column
-        sums, number = unit_sums(
-            is_own, row, number, begin, scale, stages, given, own_scales, line, K, SHARED, LAG
-        )  # fmt: skip
-        if BOTH:
-            gate, up = gl.split(gl.permute(gl.reshape(sums, [8, 2, 8, TOKENS]), (0, 2, 3, 1)))
-            gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
-            value = gl.reshape(gated_values(gate, up, limit), [HALF, TOKENS])
-            kept: gl.constexpr = value.type.layout
-            token = gl.arange(0, TOKENS, layout=gl.SliceLayout(0, kept))
-            value *= gl.expand_dims(gl.load(routing + chunk * TOKENS + token), 0)
-            lines = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, kept))
-            to = out + (gl.expand_dims((position + token).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
-            await_freed(read, ended)
-            tickets.index(ended % TICKETS).store(gl.full([1], unit, gl.int32, EACH_WARP))
-            gl.store(to, value.to(gl.bfloat16), gl.expand_dims(token < size, 0))
-            tell(stored, ended)
-            ended += 1
+        begin, scale = buffer % BUFFERS * (K // 32), input_scales + chunk * (K // 128 * TOKENS)
+        factor = routing + chunk * TOKENS if BOTH else None
+        if TOKENS > NARROW and size > NARROW:
+            wide = unit_sums(is_own, row, number, begin, scale, stages, given, own_scales, K, TOKENS, SHARED)
+            _store_unit(wide, out, factor, unit, row, position, size, of_rounding, ended, limit, N, BOTH)
         else:
-            lines = row + line % 16 // 8 * HALF + line // 16 * 8 + line % 8
-            to = out + (gl.expand_dims((position + column).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
-            gl.store(to, sums.to(gl.bfloat16), gl.expand_dims(column < size, 0))
+            sums = unit_sums(
+                is_own, row, number, begin * TIMES, scale, stages, narrow, own_scales, K, TOKENS, SHARED
+            )  # fmt: skip
+            _store_unit(sums, out, factor, unit, row, position, size, of_rounding, ended, limit, N, BOTH)
+        number += steps(is_own, K, SHARED)
+        ended += 1
         await_filled(filled, number)
         unit = gl.max(units.index(number % units.shape[0]).load(EACH_WARP), 0)
     if BOTH:
+        tickets, stored, read = of_rounding
         await_freed(read, ended)
         tickets.index(ended % TICKETS).store(gl.full([1], -1, gl.int32, EACH_WARP))
         tell(stored, ended)
 
 
 @gluon.jit
-def _round_block(inner, chunks, inputs, input_scales, block, N: gl.constexpr, TOKENS: gl.constexpr):
+def _round_block(
+    inner, chunks, inputs, input_scales, block, N: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr
+):  # fmt: skip
     """Round a block of 128 inner values of a chunk's pairs. block: its index among the blocks of all chunks."""
     slot = gl.arange(0, 8, layout=gl.SliceLayout(1, INNER))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, INNER))
-    is_own, _expert, position, size = _chunk(chunks, block // (N // BLOCK), TOKENS)
-    at = gl.where(is_own, place(column, TOKENS, False), place(column, TOKENS, True))
-    for eight in gl.static_range(TOKENS // 8):
+    chunk, part = block // (N // BLOCK), block % (N // BLOCK)
+    is_own, _expert, position, size = _chunk(chunks, chunk, TOKENS)
+    width = gl.where(size > NARROW, TOKENS, NARROW)
+    at = gl.where(is_own, place(column, width, False), place(column, width, True))
+    for eight in range((size + 7) // 8):
         some = eight * 8 + slot
-        begin = (position + some).to(gl.int64) * N + block % (N // BLOCK) * BLOCK
+        begin = (position + some).to(gl.int64) * N + part * BLOCK
         values = gl.load(
             inner + (gl.expand_dims(begin, 1) + gl.expand_dims(column, 0)), gl.expand_dims(some < size, 1),
             other=0.0, cache_modifier=".cg",
@@ -245,17 +282,18 @@ def _round_block(inner, chunks, inputs, input_scales, block, N: gl.constexpr, TO
         inverse = ((254 << 23) - scale).to(gl.float32, bitcast=True)
         codes = (values * gl.expand_dims(inverse, 1)).to(gl.float8e4nv).to(gl.int8, bitcast=True)
         to = gl.expand_dims(some * 32, 1) + gl.expand_dims(at, 0)
-        gl.store(inputs + (block * (BLOCK * TOKENS) + to), codes)
+        gl.store(inputs + (chunk * (N * TOKENS) + part * (BLOCK * width) + to), codes)
         gl.store(input_scales + block * TOKENS + some, scale.to(gl.float32, bitcast=True))
 
 
 @gluon.jit
 def _round(
-    inner, chunks, inputs, input_scales, counters, tickets, stored, read, N: gl.constexpr, TOKENS: gl.constexpr,
-    BOTH: gl.constexpr,
+    inner, chunks, inputs, input_scales, counters, of_rounding, N: gl.constexpr, NARROW: gl.constexpr,
+    TOKENS: gl.constexpr, BOTH: gl.constexpr,
 ):  # fmt: skip
     """Round blocks of 128 inner values to w2's inputs, each once both of its units are stored. Idle for w2."""
     if BOTH:
+        tickets, stored, read = of_rounding
         ended = 0
         await_filled(stored, 0)
         unit = gl.max(tickets.index(0).load(ONE), 0)
@@ -264,7 +302,7 @@ def _round(
             ended += 1
             block = unit // (BLOCK // HALF)
             if gl.atomic_add(counters + block, 1, sem="acq_rel") == BLOCK // HALF - 1:
-                _round_block(inner, chunks, inputs, input_scales, block, N, TOKENS)
+                _round_block(inner, chunks, inputs, input_scales, block, N, NARROW, TOKENS)
             await_filled(stored, ended)
             unit = gl.max(tickets.index(ended % TICKETS).load(ONE), 0)
 
@@ -274,7 +312,7 @@ def products(
     first, first_scale, second, second_scale,  # descriptors of codes [E * N, K / 2] and of words of scales
     own_first, own_second,  # descriptors of the shared expert's codes [N, K], if SHARED
     own_first_scale, own_second_scale,  # uint8 [N / 128, K / 128] e8m0
-    inputs,  # descriptor of e4m3 [chunks * K / 32 * TOKENS, 32], as `fp8_inputs` leaves them
+    inputs,  # descriptor of e4m3 [chunks * K / 32 * TOKENS, 32], as `fp8_inputs` stores them
     input_scales,  # fp32 [chunks, K / 128, TOKENS]
     words,  # int64, chunks of routed experts as few_tokens_prepare.chunk_parts reads them
     count,  # int32: how many there are
@@ -286,8 +324,8 @@ def products(
     counters,  # int32 [chunks, N / 128] zeros, if BOTH
     turns,  # int32, 0: batches that were taken
     limit,
-    N: gl.constexpr, K: gl.constexpr, TOKENS: gl.constexpr, SLOTS: gl.constexpr, BUFFERS: gl.constexpr,
-    LAG: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr, OVERLAP: gl.constexpr,
+    N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, SLOTS: gl.constexpr,
+    BUFFERS: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Compute the gated product of w1 and w3 if BOTH, otherwise the product of one matrix."""
     codes = gl.allocate_shared_memory(gl.int8, [SLOTS * 4, HALF, TILE], first.layout)
@@ -306,16 +344,18 @@ def products(
     total *= N // (HALF if BOTH else ROWS)
     stages, of_inputs = (codes, scales, units, filled, freed), (given, input_filled, input_freed)
     chunks, routed, shared = (words, pairs, own), (first, first_scale, second, second_scale), (own_first, own_second)
+    of_rounding = (tickets, stored, read)
     gl.warp_specialize(
         [
             (_multiply, (
-                out, routing, input_scales, chunks, (own_first_scale, own_second_scale), stages, of_inputs, tickets,
-                stored, read, limit, N, K, TOKENS, BOTH, SHARED, LAG, OVERLAP,
+                out, routing, input_scales, chunks, (own_first_scale, own_second_scale), stages, of_inputs, of_rounding,
+                limit, N, K, NARROW, TOKENS, BOTH, SHARED, OVERLAP,
             )),
             (_bring, (
-                routed, shared, inputs, chunks, turns, total, stages, of_inputs, N, K, TOKENS, BOTH, SHARED, OVERLAP,
+                routed, shared, inputs, chunks, turns, total, stages, of_inputs, N, K, NARROW, TOKENS, BOTH, SHARED,
+                OVERLAP,
             )),
-            (_round, (out, chunks, next_inputs, next_scales, counters, tickets, stored, read, N, TOKENS, BOTH)),
+            (_round, (out, chunks, next_inputs, next_scales, counters, of_rounding, N, NARROW, TOKENS, BOTH)),
         ],
         [1, 1],
         [BRINGING, ROUNDING],
