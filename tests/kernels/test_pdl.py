@@ -9,6 +9,8 @@ import torch
 
 from dsv4cli.kernels.pdl import FEW, overlap, overlap_beside, overlap_of_few
 
+# arguments of kernels that never change
+PARAMETERS = ("weight", "bias", "fn", "sink")
 KERNELS = Path(__file__).resolve().parents[2] / "dsv4cli" / "kernels"
 
 
@@ -76,6 +78,13 @@ def storing():
     return names
 
 
+def first_name(node):
+    """The name of the argument whose pointers an expression adds to."""
+    while isinstance(node, ast.BinOp):
+        node = node.left
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def test_what_takes_the_option_waits():
     assert list(launched())
     assert [(file.name, name) for file, name, node in launched() if not waits(node)] == []
@@ -90,3 +99,15 @@ def test_nothing_is_stored_before_the_wait():
         if called(call) in names and call.lineno < min(waits(node))
     ]
     assert early == []
+
+
+def test_loads_before_the_wait_bypass_the_cache_unless_they_are_of_parameters():
+    cached = [
+        (file.name, name, first_name(call.args[0]))
+        for file, name, node in launched()
+        for call in calls(node)
+        if called(call) == "load" and call.lineno < min(waits(node))
+        and first_name(call.args[0]) not in PARAMETERS
+        and not any(one.arg == "cache_modifier" and ast.literal_eval(one.value) == ".cg" for one in call.keywords)
+    ]  # fmt: skip
+    assert cached == []

@@ -156,7 +156,7 @@ def _logits(
     expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)[:, None]
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     first = tl.program_id(2) * COLUMNS
-    row = token if routed is None else tl.load(routed + token, token < count, other=0)
+    row = token if routed is None else tl.load(routed + token, token < count, other=0, cache_modifier=".cg")
     wait_for_inputs(OVERLAP)
     sums = tl.zeros([EXPERTS, TOKENS], tl.float32)
     for start in range(0, COLUMNS, BLOCK):
@@ -249,7 +249,7 @@ def _gathered(
     OVERLAP: tl.constexpr,
 ):
     token, place = tl.program_id(0).to(tl.int64), tl.arange(0, PLACES)
-    row = token if routed is None else tl.load(routed + token)
+    row = token if routed is None else tl.load(routed + token, cache_modifier=".cg")
     wait_for_inputs(OVERLAP)
     chosen = tl.load(table + tl.load(ids + row) * K + place, place < K, other=0)
     sums = tl.zeros([PLACES, BLOCK], tl.float32)

@@ -53,7 +53,7 @@ def _logits_of_few(
     expert, column = first + tl.arange(0, EXPERTS)[:, None], split * BLOCK + tl.arange(0, BLOCK)[None]
     factors = tl.load(weight + expert * WIDTH + column, (expert < NUMBER) & (column < WIDTH), other=0.0)
     token = tl.arange(0, TOKENS)[:, None]
-    row = token if routed is None else tl.load(routed + token, token < count, other=0)
+    row = token if routed is None else tl.load(routed + token, token < count, other=0, cache_modifier=".cg")
     wait_for_inputs(OVERLAP)
     values = tl.load(x + row * stride + column, (token < count) & (column < WIDTH), other=0.0)
     sums = tl.trans(with_products(tl.zeros([EXPERTS, TOKENS], tl.float32), factors, values))
