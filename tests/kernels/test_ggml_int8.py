@@ -29,23 +29,38 @@ SHAPES = [(2, 1, 8), (1, 2, 4), *slow((2, 2, 8), (1, 4, 8), (2, 4, 2), (1, 8, 2)
 
 @pytest.fixture
 def interpreted(triton_backend, monkeypatch):
-    """Run the kernels in an interpreter, with all that is computed on the host."""
+    """Run the kernels in an interpreter, with all that is computed on the host.
+
+    Return what each has loaded before it waits for the previous launch: the argument, and the load's cache modifier.
+    """
     if triton_backend != "interpreter":
         pytest.skip("this interpreter runs on a CPU")
     from dsv4cli.kernels.experts.kernel import ggml_int8 as of_experts
     from dsv4cli.kernels.gemm.kernel import ggml_int8 as of_linears
-    from tests.support.gluon_interpreter import run
+    from tests.support.gluon_interpreter import Loads, run
+
+    early = dict[str, set[tuple[str, str]]]()
 
     class Interpreted:
         def __init__(self, kernel):
             self.kernel = kernel
 
         def __getitem__(self, grid):
-            return lambda *given, num_warps, OVERLAP: run(self.kernel, grid, *given, OVERLAP)
+            return lambda *given, num_warps, OVERLAP: self.launch(grid, given)
+
+        def launch(self, grid, given):
+            loads, name = Loads(), self.kernel.__name__
+            run(self.kernel, grid, *given, True, early=loads)
+            # rows of several matrices are loaded from a copy
+            arguments = zip(self.kernel.arg_names, (*given, True), strict=True)
+            names = {value.data_ptr(): one for one, value in arguments if isinstance(value, torch.Tensor)}
+            found = {(names.get(address, "weights"), modifier) for address, modifier in loads}
+            early.setdefault(name, set()).update(found)
 
     for module, name in ((of_linears, "_linears"), (of_experts, "_up"), (of_experts, "_down")):
         monkeypatch.setattr(module, name, Interpreted(getattr(module, name)))
     monkeypatch.setattr(int8, "takes_gluon", lambda device: True)
+    return early
 
 
 def uneven(tokens, width):
@@ -172,6 +187,20 @@ def test_an_expert_that_is_chosen_several_times(interpreted):
     assert_close(y, slow_experts(x, values_of(weights), *chosen, 0.0, False), False)
 
 
+def test_loads_before_the_wait_bypass_the_cache_unless_they_are_of_weights(interpreted):
+    # the previous launch is the router's last one, which x precedes; the one before w2's is that of w1 and w3
+    weights, x = stacks("Q8_0", "Q4_0", 3, 32, 32), torch.randn(2, 32).bfloat16()
+    shared = ExpertWeights(*(matrix.row(0) for matrix in stacks("Q8_0", "Q4_0", 1, 32, 32).matrices))
+    experts.mixture(x, weights, shared, *routes(2, 3, 2), LIMIT, False, torch.float32)
+    gemm.linear(x, weights.w1.row(0))
+    tiles = {(name, ".cg") for name in ("tile_row", "order", "tile_start", "tile_size")}
+    assert interpreted == {
+        "_up": {("x", ".cg"), ("weights", "")},
+        "_down": {*tiles, ("w2", ""), ("own_w2", "")},
+        "_linears": {("weights", "")},
+    }
+
+
 def test_rounded_inputs(interpreted):
     weights, chosen = stacks("Q8_0", "Q8_0", 1, 128, 128), routes(1, 1, 1)
     x = torch.randn(1, 128).bfloat16()
@@ -236,12 +265,17 @@ def test_what_the_kernel_supports(monkeypatch, triton_backend):
 
 
 def test_warps_divide_the_groups():
-    for width, tiles in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7)):
+    for width, tiles in ((64, 1), (96, 1), (1536, 3000), (7168, 100), (4096, 1792), (3072, 448 * 7), (768, 2049)):
         of_program, parts, each = int8.shape(width, tiles)
         assert width % (32 * of_program * parts * each) == 0
-    assert int8.shape(4096, 96) == (1, 16, 8)
-    assert int8.shape(4096, 1792, 256) == (2, 1, 8)
-    assert int8.shape(4096, 1792, 255) == (1, 1, 8)
+    # all warps run at once
+    assert int8.shape(4096, 128) == (1, 16, 8)
+    assert int8.shape(4096, 129) == (2, 8, 8)
+    assert int8.shape(8192, 128) == (1, 16, 8)
+    assert int8.shape(256, 2049) == (1, 1, 8)
+    assert int8.shape(4096, 1792) == (2, 1, 8)
+    # the programs of experts have all their rows
+    assert int8.GROUP % (int8.TILES * int8.ROWS) == 0
 
 
 @pytest.mark.gpu

@@ -28,16 +28,22 @@ DTYPES = {
 POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in DTYPES.values()}
 # seconds after which a wait is for ever
 PATIENCE = 10
+# the address of the tensor that a kernel loads from, and the cache modifier of the load
+Loads = set[tuple[int, str]]
 
 
-def run(kernel: Any, grid: int | tuple[int, ...], *arguments: Any) -> None:
-    """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element."""
+def run(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, early: Loads | None = None) -> None:
+    """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element.
+
+    early: receives the loads before the wait for the previous kernel, if the kernel overlaps that.
+    """
     sizes = (grid,) if isinstance(grid, int) else grid
     for numbers in product(*map(range, sizes)):
-        language = Language(numbers, sizes)
+        language = Language(numbers, sizes, early)
         _in_python(kernel, {}, language)(*map(_pointed, arguments))
         # a copy that ends later would write to the shared memory of the next program
         assert all(barrier.seen == barrier.phase for barrier in language.barriers if barrier.copied), "not awaited"
+        assert early is None or language.waited, "the next kernel may start before the previous one has ended"
 
 
 def _pointed(value: Any) -> Any:
@@ -240,8 +246,9 @@ class Barrier:
 class Language:
     """`gl` and `tl` of a program; layouts are what they are in Gluon."""
 
-    def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...], early: Loads | None = None) -> None:
         self.numbers, self.sizes, self.barriers = numbers, sizes, list[Barrier]()
+        self.early, self.waited = early, False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name) if hasattr(gl, name) else getattr(tl, name)
@@ -264,6 +271,8 @@ class Language:
         return Values(torch.full([int(size) for size in shape], value, dtype=DTYPES[dtype.name]))
 
     def load(self, pointers: Pointers, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
+        if self.early is not None and not self.waited:
+            self.early.add((pointers.memory.data_ptr(), cache_modifier))
         places = torch.as_tensor(pointers.places)
         inside = torch.as_tensor(True if mask is None else raw(mask)).expand(places.shape)
         found = torch.full(places.shape, POISON[pointers.memory.dtype] if other is None else other)
@@ -322,6 +331,7 @@ class Language:
     def inline_asm_elementwise(self, text: str, _constraints: str, given: list[Values], **options: Any) -> Any:
         """Run PTX of bitwise instructions on words, or one on pairs of fp16; without operands, none."""
         if not given:
+            self.waited |= text.startswith("griddepcontrol.wait")
             return None
         if text.startswith("mov"):  # of the bytes of a word, and given it four times
             words = given[0].values[..., 0, 0].contiguous()

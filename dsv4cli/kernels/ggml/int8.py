@@ -28,16 +28,15 @@ def takes(x: torch.Tensor, width: int) -> bool:
     return few and x.dtype == torch.bfloat16 and width <= LONGEST and width % GROUP == 0 and takes_gluon(x.device)
 
 
-def shape(width: int, tiles: int, along: int = TILES) -> tuple[int, int, int]:
+def shape(width: int, tiles: int) -> tuple[int, int, int]:
     """Return the tiles of a program, the warps of each, which share the columns, and groups at a time.
 
     Args:
         width: columns.
         tiles: of all programs.
-        along: a number of tiles that those of a program divide.
     """
     groups, parts = width // GROUP, MOST
     while groups % parts or (parts > 1 and tiles * parts > ALL_WARPS):
         parts //= 2
     each = math.gcd(groups // parts, EACH)
-    return math.gcd(min(TILES, MOST // parts), groups // parts // each, along), parts, each
+    return math.gcd(min(TILES, MOST // parts), groups // parts // each), parts, each

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from dsv4cli.kernels.experts import ExpertWeights
     from dsv4cli.kernels.experts.kernel.ggml import Tiles
 
-# rows of w1, and of w3, that a program computes; widths are multiples of `int8.GROUP`, so each program has all its rows
+# rows of w1, and of w3, in a tile; widths are multiples of `int8.GROUP`, the rows of two tiles, so each program has all
+# its rows
 HALF = ROWS // 2
 
 
@@ -53,12 +54,12 @@ def outputs(
     shape = tokens, routing.shape[1], extra
     # as for one token: the order of its sums must not depend on the other
     stacks = routing.shape[1] + 1
-    tiled = int8.shape(hidden, width // HALF * stacks, width // HALF)
+    tiled = int8.shape(hidden, width // HALF * stacks)
     _up[(width // HALF // tiled[0], tiles.number + extra)](
         x, *_alike(weights.w1, weights.w3), *_alike(own.w1, own.w3), *given, routing, limit, inner, x.stride(0), width,
         hidden, *shape, *tiled, num_warps=tiled[0] * tiled[1], **overlap_beside(x, int8.REGISTERS),
     )  # fmt: skip
-    tiled = int8.shape(width, hidden // ROWS * stacks, hidden // ROWS)
+    tiled = int8.shape(width, hidden // ROWS * stacks)
     _down[(hidden // ROWS // tiled[0], tiles.number + extra)](
         inner, *_alike(weights.w2), *_alike(own.w2), *given, found, hidden, width, *shape, *tiled,
         num_warps=tiled[0] * tiled[1], **overlap_beside(x, int8.REGISTERS),
