@@ -25,7 +25,7 @@ from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.runtime.batch_builder import make_batch
 from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.settings import Drafting
-from dsv4cli.engine.weights.fill import fill, local_slice, made
+from dsv4cli.engine.weights.fill import allocate, fill, local_slice, made
 from dsv4cli.engine.weights.load import build_random, load_model
 from dsv4cli.engine.weights.random_weights import PATTERN, random_tensors
 from dsv4cli.errors import CheckpointError, UsageError
@@ -130,6 +130,24 @@ def test_fill_takes_what_is_complete():
     for spec, tensor in pairs():
         stored = by_name[spec.parameter] if spec.expert is None else by_name[spec.parameter][spec.expert]
         assert torch.equal(stored.view(torch.uint8), tensor.view(torch.uint8)), spec.name
+
+
+def test_memory_that_loading_to_a_gpu_needed_is_returned(monkeypatch):
+    order = list[str]()
+
+    def supply(destinations):
+        yield from made(pairs())(destinations)
+        order.append("loaded")
+
+    def on_a_cpu(model, specs, device, world):
+        return allocate(model, specs, torch.device("cpu"), world)
+
+    monkeypatch.setattr("dsv4cli.engine.weights.fill.allocate", on_a_cpu)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("returned"))
+    for device in ("cpu", "cuda"):
+        model = Transformer(SMALL, Numerics.reference())
+        fill(model, expected_tensors(SMALL, Formats()), supply, device=device, world=SINGLE)
+    assert order == ["loaded", "loaded", "returned"]
 
 
 def test_fill_refuses_a_table_of_another_model():

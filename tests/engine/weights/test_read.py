@@ -266,3 +266,31 @@ def test_staging_is_bounded_and_waits(monkeypatch):
         buffer.send(5, sent)
     pool.wait()
     assert sent.tolist() == list(range(10))
+
+
+class FakeStream:
+    """A CUDA stream that records what waits for what."""
+
+    def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
+        self.name, self.waits = name, waits
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append((self.name, other.name))
+
+    def synchronize(self) -> None:
+        self.waits.append(("host", self.name))
+
+
+def test_a_buffer_s_stream_and_the_current_one_wait_for_each_other(monkeypatch):
+    waits, empty = list[tuple[str, str]](), torch.empty
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("own", waits))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream("current", waits))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda size, *, pin_memory, **options: empty(size, **options))
+    buffer = staging.Buffer(torch.device("cuda", 0), 16)
+    # pending work may still use the destinations
+    assert waits == [("own", "current")]
+    buffer.join()
+    assert waits[1:] == [("current", "own")]
+    buffer.wait()
+    assert waits[2:] == [("host", "own")]
