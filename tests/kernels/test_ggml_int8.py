@@ -24,7 +24,7 @@ from tests.support.slow import slow, slow_rows
 KINDS = [*HOT, "Q4_K", "Q6_K", *slow(*(kind for kind in OTHERS if kind not in ("F16", "Q4_K", "Q6_K")))]
 # tiles of a program, warps of each, and groups of 32 columns of a pass, for 1,024 columns: whole blocks and parts of
 # them, one pass and several
-SHAPES = [(2, 1, 8), (1, 2, 4), *slow((2, 2, 8), (1, 4, 8), (2, 4, 2), (1, 8, 2), (1, 1, 8), (4, 1, 4))]
+SHAPES = [(2, 2, 8), (1, 2, 4), *slow((2, 1, 8), (1, 4, 8), (2, 4, 2), (1, 8, 2), (1, 1, 8), (4, 1, 4))]
 
 
 @pytest.fixture
@@ -86,9 +86,9 @@ def test_every_type(shape, kind, tokens, interpreted, monkeypatch):
 
 
 def test_inputs_of_many_passes(interpreted, monkeypatch):
-    # each warp divides 16 passes of two tokens, eight at once
+    # each warp divides 16 passes of two tokens, eight at once; of three programs, the last one lacks 26 of 32 rows
     monkeypatch.setattr(int8, "shape", lambda *given: (2, 1, 1))
-    matrix, x = blocks("Q8_0", 20, 1024), uneven(2, 1024)
+    matrix, x = blocks("Q8_0", 70, 1024), uneven(2, 1024)
     assert_exact(gemm.linear_fp32(x, matrix), x, matrix.values())
 
 
@@ -185,6 +185,17 @@ def test_an_expert_that_is_chosen_several_times(interpreted):
     chosen = torch.tensor([[2, 2, 0], [2, 2, 2]]), torch.rand(2, 3) + 0.1
     y = experts.routed_experts(x, weights, *chosen, 0.0, False)
     assert_close(y, slow_experts(x, values_of(weights), *chosen, 0.0, False), False)
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_experts_of_programs_with_two_tiles(tokens, interpreted, monkeypatch):
+    # four programs of w1 and w3, and of w2
+    monkeypatch.setattr(int8, "shape", lambda *given: (2, 1, 1))
+    weights, x, chosen = stacks("Q8_0", "Q4_0", 3, 64, 128), torch.randn(tokens, 128).bfloat16(), routes(tokens, 3, 2)
+    shared = ExpertWeights(*(matrix.row(0) for matrix in stacks("Q8_0", "Q8_0", 1, 64, 128).matrices))
+    both = experts.mixture(x, weights, shared, *chosen, LIMIT, False, torch.float32)
+    expected = slow_experts(x, values_of(weights), *chosen, LIMIT, False)
+    assert_close(both, expected + experts.ref.shared_expert(x, values_of(shared), LIMIT, False).double(), False)
 
 
 def test_loads_before_the_wait_bypass_the_cache_unless_they_are_of_weights(interpreted):
