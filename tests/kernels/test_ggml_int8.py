@@ -250,6 +250,14 @@ def test_tables_are_dropped_together(kind):
     assert not any(map(operator.is_, before, tables()))
 
 
+def test_codebooks_are_aligned_to_their_size(triton_backend):
+    # the kernel replaces an addition to their address by a bitwise or; the interpreter's memory begins at 0
+    for kind in ("IQ2_XXS", "IQ2_XS", "IQ2_S"):
+        octets.forget_tables()
+        table = octets.packed_codebook(kind, "cpu")
+        assert table.data_ptr() % table.nbytes == 0
+
+
 def test_what_the_kernel_supports(monkeypatch, triton_backend):
     monkeypatch.setattr(int8, "takes_gluon", lambda device: True)
     x, alike = torch.zeros(2, 256).bfloat16(), stacks("Q8_0", "Q4_0", 2, 256, 256)

@@ -66,8 +66,8 @@ def as_done(jobs: Sequence[Callable[[], T]], workers: int, stop: threading.Event
     """Yield the result of every job in the order of completion; jobs start in the order given.
 
     The first job that fails cancels the others through `stop`, and its exception is raised. An exception in the
-    caller's
-    thread, such as KeyboardInterrupt, does the same, and so does `close`. Threads that ignore `stop` are abandoned.
+    caller's thread, such as KeyboardInterrupt, does the same, and so does `close`. Threads that ignore `stop` are
+    abandoned.
     """
     waiting: SimpleQueue[Callable[[], T]] = SimpleQueue()
     for job in jobs:
