@@ -55,7 +55,8 @@ def operations(kind: str, which: str) -> dict[str, Callable[[], object]]:
         return values(tokens, 2, dtype=torch.int64), values(tokens, 2, dtype=torch.float32)
 
     few = {
-        "linear of 1": lambda: gemm.linear(values(1, WIDE), matrix(64, WIDE)),
+        # programs of two tiles with two warps each
+        "linear of 1": lambda: gemm.linear(values(1, WIDE), matrix(9_600, WIDE)),
         "linear of 8": lambda: gemm.linear(values(8, WIDE), matrix(64, WIDE)),
         "linear of fp32": lambda: gemm.linear(values(4, WIDE, dtype=torch.float32), matrix(64, WIDE)),
     }
