@@ -1,6 +1,7 @@
 """GGUF files loaded as stored: exact, sharded at block borders, and in no more memory than the file."""
 
 import sys
+import threading
 from math import prod
 
 import pytest
@@ -25,6 +26,7 @@ from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.engine.weights.reserve import Workload, reserves
 from dsv4cli.engine.weights.sizes import measure
+from dsv4cli.engine.weights.tile_arranger import TileArranger
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, row_bytes, tile_height
@@ -282,6 +284,25 @@ def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored, way):
         CheckpointError, match=r"layers\.2\.ffn\.experts\.5\.w1\.weight \(IQ2_XXS\) holds a block whose"
     ):
         load_model(FolderSource("test", path), Numerics.reference(), device=way)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()], ids=["memory", "ctrl-c"])
+def test_an_error_while_blocks_are_arranged_ends_all_threads(tmp_path, as_stored, monkeypatch, error):
+    path, _ = write_nano(tmp_path, DS4)
+    stage(monkeypatch, 40_000)
+    arrange, calls, before = TileArranger.arrange, list[object](), threading.active_count()
+
+    def arrange_four(arranger, arrived):
+        calls.append(arrived)
+        if len(calls) == 5:
+            raise error
+        arrange(arranger, arrived)
+
+    monkeypatch.setattr(TileArranger, "arrange", arrange_four)
+    expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else NotEnoughMemory
+    with pytest.raises(expected):
+        load_model(FolderSource("test", path), Numerics.reference())
+    assert (threading.active_count(), len(calls)) == (before, 5)
 
 
 def test_the_triton_kernels_keep_blocks(tmp_path):
