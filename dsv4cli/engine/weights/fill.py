@@ -18,7 +18,7 @@ from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import Progress
 from dsv4cli.errors import CheckpointError
 from dsv4cli.kernels.formats import E4M3_NAN, E8M0_NAN
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, damaged_blocks, tile_height, to_tiles
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, tile_height, to_tiles
 
 TORCH_DTYPES = {
     "BF16": torch.bfloat16,
@@ -158,12 +158,6 @@ def check_table(spec: TensorSpec, chosen: torch.Tensor, experts: int) -> None:
             f"{spec.name}: row {row}, {chosen[row].tolist()}, names an expert that does not exist",
             "the tensor is damaged: download its shard again",
         )
-
-
-def check_blocks(spec: TensorSpec, rows: Any) -> None:
-    """Raise CheckpointError if a GGUF block of these rows, uint8 [n, bytes], has a scale that is NaN or infinite."""
-    if damaged_blocks(BLOCK_DTYPES[spec.dtype], rows).any():
-        raise damaged_block(spec)
 
 
 def damaged_block(spec: TensorSpec) -> CheckpointError:

@@ -1,4 +1,8 @@
-"""Fill a model's parameters from GGUF files: blocks, in tiles, and matrices of 16 or 32 bits; others are decoded."""
+"""Fill a model's parameters from GGUF files.
+
+Blocks and matrices of 16 or 32 bits keep their bytes: blocks in tiles, those of MXFP4 experts as FP4. Other tensors are
+decoded.
+"""
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -10,23 +14,14 @@ import numpy as np
 import torch
 
 from dsv4cli.engine.checkpoint.compare import row_chunks
-from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, byte_checkpoint, is_stored
+from dsv4cli.engine.checkpoint.gguf.loading import ByteNaming, blocks_of, byte_checkpoint, is_stored
 from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
 from dsv4cli.engine.checkpoint.gguf.naming import gguf_name
 from dsv4cli.engine.checkpoint.gguf.stored import GgufStoredModel
-from dsv4cli.engine.checkpoint.layout import TensorSpec
+from dsv4cli.engine.checkpoint.layout import TensorSpec, matrices
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import as_done
-from dsv4cli.engine.weights.fill import (
-    TORCH_DTYPES,
-    Arrived,
-    Destinations,
-    Supply,
-    damaged_scale,
-    in_tiles,
-    local_slice,
-    no_scales,
-)
+from dsv4cli.engine.weights.fill import TORCH_DTYPES, Arrived, Destinations, Supply, in_tiles, local_slice
 from dsv4cli.engine.weights.read import stored
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES
 
@@ -39,10 +34,16 @@ def stored_gguf(identity: GgufIdentity, specs: Iterable[TensorSpec], world: Worl
 
     Raises as `read.stored` and `GgufStoredModel.read`.
     """
-    whole, decoded = list[TensorSpec](), list[TensorSpec]()
-    for spec in specs:
-        (whole if is_stored(spec, identity.checkpoint.tensors.get(gguf_name(spec))) else decoded).append(spec)
-    as_bytes = stored(byte_checkpoint(identity), whole, world, naming=ByteNaming(identity.stored_naming))
+    whole, decoded, fp4 = list[TensorSpec](), list[TensorSpec](), dict[str, tuple[TensorSpec, TensorSpec]]()
+    for roles in matrices(specs).values():
+        weight = roles["weight"]
+        if weight.form == "fp4":  # both tensors are made of the same blocks
+            whole.append(blocks_of(weight, "MXFP4"))
+            fp4[weight.name] = weight, roles["scale"]
+        else:
+            is_whole = is_stored(weight, identity.checkpoint.tensors.get(gguf_name(weight)))
+            (whole if is_whole else decoded).append(weight)
+    as_bytes = stored(byte_checkpoint(identity), whole, world, naming=ByteNaming(identity.stored_naming), fp4=fp4)
     return partial(_fill, as_bytes, identity, decoded, world)
 
 
@@ -83,7 +84,5 @@ def _decode(model: GgufStoredModel, spec: TensorSpec, held: tuple[slice, ...], d
     raw = model.read(spec, held[0])[(slice(None), *held[1:])]
     bits = np.ascontiguousarray(raw)
     tensor = torch.from_numpy(bits.view(np.int16) if bits.dtype == np.uint16 else bits).view(TORCH_DTYPES[spec.dtype])
-    if spec.is_scale and no_scales(spec.dtype, bits.view(np.uint8)).any():
-        raise damaged_scale(spec)
     destination.copy_(tensor)
     return spec.name, tensor.nbytes

@@ -1,19 +1,18 @@
 """Read checkpoint files into a model's parameters with several threads, each reading one piece at a time.
 
-Bytes are read directly into host memory, and into GPU memory through staging buffers. GGUF blocks are arranged in tiles
-where they end: in host memory by the threads, strip by strip, and on a GPU by `TileArranger`.
+Bytes are read directly into host memory, and into GPU memory through staging buffers. GGUF blocks are arranged in their
+layout where they end: in host memory by the threads, strip by strip, and on a GPU by `BlockArranger`.
 """
 
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from math import prod
+from types import MappingProxyType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dsv4cli.engine.checkpoint.files import Files
 from dsv4cli.engine.checkpoint.headers import DTYPE_BITS, Checkpoint, TensorInfo
@@ -22,30 +21,23 @@ from dsv4cli.engine.checkpoint.naming import Location, Naming, OfficialNaming
 from dsv4cli.engine.checkpoint.sharding import part_shape
 from dsv4cli.engine.parallel.world import World
 from dsv4cli.engine.system.threads import as_done
-from dsv4cli.engine.weights.fill import (
-    TORCH_DTYPES,
-    Arrived,
-    Destinations,
-    Supply,
-    check_blocks,
-    damaged_scale,
-    no_scales,
-)
+from dsv4cli.engine.weights.block_arranger import BlockArranger, StoredRows
+from dsv4cli.engine.weights.block_layouts import BlockLayout, Bytes, Fp4Layout, TileLayout
+from dsv4cli.engine.weights.byte_box import box_of
+from dsv4cli.engine.weights.fill import Arrived, Destinations, Supply, damaged_scale, no_scales
 from dsv4cli.engine.weights.staging import Buffer, Staging
-from dsv4cli.engine.weights.tile_arranger import StoredRows, TileArranger
 from dsv4cli.errors import CheckpointError
-from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, tile_height, to_tiles
+from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, damaged_blocks, tile_height
 
 THREADS = 8
 # bytes that a thread reads in one job, and the size of a staging buffer
 PIECE = 16 * 1024 * 1024
 # buffers beyond one per thread: an H200 copies from one at 54 GB/s, and a thread fills one at about 2 GB/s
 SPARE_BUFFERS = 2
-# bytes read at once from rows that are then copied, to keep some of their columns or to arrange blocks in tiles: they
+# bytes read at once from rows that are then copied, to keep some of their columns or to arrange blocks: they
 # stay in a core's cache, and calls, for which threads wait for each other, are few (AMD EPYC, GB per second of CPU time
 # of IQ2_XXS, Q2_K and Q8_0: 4.2, 3.5 and 3.8; with 1 MiB 4.3, 3.3 and 3.6; with 256 KiB 2.7, 2.4 and 2.6)
 STRIP = 2 * 1024 * 1024
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +45,11 @@ class TensorRows:
     """A piece of this rank's shard of a tensor: rows of it, or those columns of the rows that one stored tensor holds.
 
     Attributes:
+        layout: layout of GGUF blocks in memory; None for other tensors. The piece is whole rows if there is one.
+        tensors: those that the piece fills: `spec`, or the tensors of the layout.
         first, count: first row and number of rows of the shard.
         inside: bytes of each row before the piece.
-        rows, row: rows of the shard, and bytes of a whole row of it.
+        rows: rows of the shard.
         width: bytes of the piece in each row.
         stride: bytes of a row in the file.
         begin: offset of the piece in the stored tensor, in bytes.
@@ -64,11 +58,12 @@ class TensorRows:
 
     spec: TensorSpec
     info: TensorInfo
+    layout: BlockLayout | None
+    tensors: tuple[TensorSpec, ...]
     first: int
     count: int
     inside: int
     rows: int
-    row: int
     width: int
     stride: int
     begin: int
@@ -79,17 +74,11 @@ class TensorRows:
         """Bytes of the piece."""
         return self.count * self.width
 
-    def of(self, destination: torch.Tensor) -> torch.Tensor:
-        """Return the piece's view of its tensor's destination: uint8 [count, width]."""
-        rows = destination.view(-1).view(torch.uint8).view(-1, self.row)
-        return rows[self.first : self.first + self.count, self.inside : self.inside + self.width]
-
-    @property
-    def tile_height(self) -> int:
-        """Rows of a tile, if the piece is GGUF blocks: whole rows, and whole tiles of them."""
-        height = tile_height(BLOCK_DTYPES[self.spec.dtype], self.rows)
-        assert (self.width, self.first % height, self.count % height) == (self.row, 0, 0), self.spec.name
-        return height
+    def of(self, destinations: Destinations) -> tuple[torch.Tensor, ...]:
+        """Return the piece's view of the destination of each tensor: uint8 [count, n]."""
+        every = [destinations[spec.name].view(-1).view(torch.uint8).view(self.rows, -1) for spec in self.tensors]
+        own = [rows[self.first : self.first + self.count] for rows in every]
+        return tuple(own) if self.layout else (own[0][:, self.inside : self.inside + self.width],)
 
     def read(self, files: Files, into: Bytes) -> None:
         """Read the piece as stored into uint8 [count, width].
@@ -107,15 +96,15 @@ class TensorRows:
         if self.spec.is_scale and no_scales(self.spec.dtype, into).any():
             raise damaged_scale(self.spec)
 
-    def read_tiles(self, files: Files, into: Bytes) -> None:
-        """Read rows of GGUF blocks into uint8 [count, width], check their scales, and arrange them in tiles.
+    def arrange(self, files: Files, layout: BlockLayout, into: Sequence[Bytes]) -> None:
+        """Read rows of GGUF blocks, check their scales, and arrange them in the tensors of their layout.
 
         Raises CheckpointError for a truncated file or an invalid scale.
         """
-        kind, height = BLOCK_DTYPES[self.spec.dtype], self.tile_height
-        for rows, strip in self._strips(files, height):
-            check_blocks(self.spec, strip)
-            to_tiles(kind, strip, height, into[rows])
+        for rows, strip in self._strips(files, layout.height):
+            if damaged_blocks(layout.kind, strip).any():
+                raise layout.damaged(self.tensors)
+            layout.write(strip, [tensor[rows] for tensor in into])
 
     def _strips(self, files: Files, multiple: int = 1) -> Iterator[tuple[slice, Bytes]]:
         """Yield rows of the piece with their bytes, `multiple` at a time or more. The next ones overwrite them.
@@ -137,6 +126,7 @@ def stored(
     world: World,
     threads: int = THREADS,
     naming: Naming = OfficialNaming(),  # noqa: B008 - frozen
+    fp4: Mapping[str, tuple[TensorSpec, TensorSpec]] = MappingProxyType({}),
 ) -> Supply:
     """Return a supply for `fill` of this rank's shard of a checkpoint. The first error stops all threads.
 
@@ -144,37 +134,34 @@ def stored(
 
     Args:
         naming: name and location of each tensor in the checkpoint.
+        fp4: the weight and the scale that MXFP4 blocks become, instead of tiles, by the name of the tensor in `specs`.
 
     Raises CheckpointError if a tensor is missing or has another dtype or shape, a scale is invalid, or a file is
     truncated or cannot be read.
     """
-    return partial(_fill, checkpoint, naming, list(specs), world, threads)
+    made = [partial(_pieces, checkpoint, naming, spec, fp4.get(spec.name), world) for spec in specs]
+    return partial(_fill, made, threads)
 
 
 def _fill(
-    checkpoint: Checkpoint,
-    naming: Naming,
-    specs: list[TensorSpec],
-    world: World,
-    threads: int,
-    destinations: Destinations,
+    made: Iterable[Callable[[], Iterator[TensorRows]]], threads: int, destinations: Destinations
 ) -> Generator[Arrived, None, None]:
-    pieces = [piece for spec in specs for piece in _pieces(checkpoint, naming, spec, world)]
+    pieces = [piece for of_tensor in made for piece in of_tensor()]
     pieces.sort(key=lambda piece: (piece.info.file, piece.info.begin + piece.begin))
     loads = list(_loads(pieces))
     device = next((destination.device for destination in destinations.values() if needs_staging(destination)), None)
     count = min(threads + SPARE_BUFFERS, len(loads))
     staging = None if device is None else Staging(device, count, PIECE)
-    stop, arranger = threading.Event(), TileArranger()
+    stop, arranger = threading.Event(), BlockArranger()
     with Files() as files:
         jobs = [partial(_carry, load, files, destinations, staging, stop) for load in loads]
         try:
             with closing(as_done(jobs, threads, stop)) as ended:
-                for load, buffer, blocks in ended:
+                for arrived, buffer, blocks in ended:
                     if buffer is not None and blocks:
                         buffer.join()
                         arranger.arrange(blocks)
-                    yield from ((piece.spec.name, piece.nbytes) for piece in load)
+                    yield from arrived
         finally:
             if staging is not None:
                 staging.wait()
@@ -188,29 +175,32 @@ def needs_staging(destination: torch.Tensor) -> bool:
 
 def _carry(
     load: list[TensorRows], files: Files, destinations: Destinations, staging: Staging | None, stop: threading.Event
-) -> tuple[list[TensorRows], Buffer | None, list[StoredRows]]:
+) -> tuple[list[Arrived], Buffer | None, list[StoredRows]]:
     """Read pieces to their destinations until stopped.
 
-    Return them, the buffer from which copies may still run, and the copies of GGUF blocks, which are not in tiles yet.
+    Return what arrived, the buffer from which copies may still run, and the copies of GGUF blocks, which have yet to be
+    arranged.
     """
-    start, blocks = 0, list[StoredRows]()
+    start, arrived, blocks = 0, list[Arrived](), list[StoredRows]()
     with nullcontext() if staging is None else staging.buffer() as buffer:
         for piece in load:
             if stop.is_set():
                 break
-            destination, is_blocks = piece.of(destinations[piece.spec.name]), piece.spec.dtype in BLOCK_DTYPES
-            if needs_staging(destination):
+            places, layout = piece.of(destinations), piece.layout
+            if needs_staging(places[0]):
                 assert buffer is not None
                 piece.read(files, buffer.bytes[start : start + piece.nbytes].reshape(piece.count, piece.width))
-                buffer.send(start, destination)
-                start += piece.nbytes
-                if is_blocks:
-                    blocks.append(StoredRows(piece.spec, destination, piece.tile_height))
-            elif is_blocks:
-                piece.read_tiles(files, destination.numpy())
+                for place in places:
+                    buffer.send(start, place)
+                    start += place.nbytes
+                if layout is not None:
+                    blocks.append(StoredRows(layout, piece.tensors, places))
+            elif layout is not None:
+                piece.arrange(files, layout, [place.numpy() for place in places])
             else:
-                piece.read(files, destination.numpy())
-    return load, buffer, blocks
+                piece.read(files, places[0].numpy())
+            arrived += ((spec.name, place.nbytes) for spec, place in zip(piece.tensors, places, strict=True))
+    return arrived, buffer, blocks
 
 
 def _info(checkpoint: Checkpoint, location: Location) -> TensorInfo:
@@ -223,60 +213,43 @@ def _info(checkpoint: Checkpoint, location: Location) -> TensorInfo:
     return info
 
 
-@dataclass(frozen=True, slots=True)
-class ByteBox:
-    """A range of rows of a tensor, and a range of bytes in each row."""
-
-    rows: range
-    columns: range
-
-    def __and__(self, other: "ByteBox") -> "ByteBox":
-        """Return the intersection."""
-        rows, columns = (
-            range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-            for ours, theirs in ((self.rows, other.rows), (self.columns, other.columns))
-        )
-        return ByteBox(rows, columns)
+def _layout(spec: TensorSpec, rows: int) -> BlockLayout | None:
+    """Return the layout of this many rows of a tensor that is not FP4."""
+    kind = BLOCK_DTYPES.get(spec.dtype)
+    return None if kind is None else TileLayout(kind, tile_height(kind, rows))
 
 
-def _box(spec: TensorSpec, dim: int | None, part: int, parts: int) -> ByteBox:
-    """Return one of `parts` equal parts of a tensor along a dimension, or the whole tensor if `dim` is None."""
-    outer = spec.shard or 1  # number of leading dimensions that count rows
-    rows, row = prod(spec.shape[:outer]), prod(spec.shape[outer:]) * TORCH_DTYPES[spec.dtype].itemsize
-    if dim is None:
-        return ByteBox(range(rows), range(row))
-    if dim == 0:
-        return ByteBox(range(part * rows // parts, (part + 1) * rows // parts), range(row))
-    return ByteBox(range(rows), range(part * row // parts, (part + 1) * row // parts))
-
-
-def _pieces(checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, world: World) -> Iterator[TensorRows]:
+def _pieces(
+    checkpoint: Checkpoint, naming: Naming, spec: TensorSpec, fp4: tuple[TensorSpec, TensorSpec] | None, world: World
+) -> Iterator[TensorRows]:
     """Yield this rank's shard of a tensor in pieces that each fit in a buffer."""
     part_shape(spec, world.size)  # raises if the ranks do not divide it
-    own = _box(spec, spec.shard, world.rank, world.size)
-    locations = naming.locations(spec)
+    own = box_of(spec, spec.shard, world.rank, world.size)
+    locations, layout = naming.locations(spec), Fp4Layout() if fp4 else _layout(spec, len(own.rows))
     # if it is not split, each location has all of it
     for location in locations if locations[0].cut else locations[:1]:
         info, cut = _info(checkpoint, location), location.cut
-        held = _box(spec, cut.dim, cut.part, cut.parts) if cut else _box(spec, None, 0, 1)
+        held = box_of(spec, cut.dim, cut.part, cut.parts) if cut else box_of(spec, None, 0, 1)
         wanted = own & held
         width, stride = len(wanted.columns), len(held.columns)
         if not wanted.rows or not width:
             continue
         at_once = PIECE // width
-        if spec.dtype in BLOCK_DTYPES:
-            at_once -= at_once % tile_height(BLOCK_DTYPES[spec.dtype], len(own.rows))
+        if layout is not None:
+            at_once -= at_once % layout.height
+            assert width == len(own.columns), spec.name
         assert at_once, spec.name
         begin = location.begin * DTYPE_BITS[location.dtype] // 8 + wanted.columns.start - held.columns.start
         for row in wanted.rows[::at_once]:
             yield TensorRows(
                 spec=spec,
                 info=info,
+                layout=layout,
+                tensors=fp4 or (spec,),
                 first=row - own.rows.start,
                 count=min(at_once, wanted.rows.stop - row),
                 inside=wanted.columns.start - own.columns.start,
                 rows=len(own.rows),
-                row=len(own.columns),
                 width=width,
                 stride=stride,
                 begin=begin + (row - held.rows.start) * stride,

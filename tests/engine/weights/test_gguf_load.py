@@ -19,6 +19,7 @@ from dsv4cli.engine.model.transformer import Transformer
 from dsv4cli.engine.parallel.world import SINGLE, World
 from dsv4cli.engine.settings import NO_DRAFTS
 from dsv4cli.engine.weights import placement, read, staging
+from dsv4cli.engine.weights.block_arranger import BlockArranger
 from dsv4cli.engine.weights.fill import TORCH_DTYPES, fill, made
 from dsv4cli.engine.weights.gguf import stored_gguf
 from dsv4cli.engine.weights.load import load_model
@@ -26,7 +27,6 @@ from dsv4cli.engine.weights.offload import offload_of
 from dsv4cli.engine.weights.placement import MemoryLimits
 from dsv4cli.engine.weights.reserve import Workload, reserves
 from dsv4cli.engine.weights.sizes import measure
-from dsv4cli.engine.weights.tile_arranger import TileArranger
 from dsv4cli.errors import CheckpointError, NotEnoughMemory
 from dsv4cli.kernels.dispatch import use
 from dsv4cli.kernels.ggml.types import BLOCK_DTYPES, from_tiles, row_bytes, tile_height
@@ -290,7 +290,7 @@ def test_a_damaged_scale_is_refused_by_name(tmp_path, as_stored, way):
 def test_an_error_while_blocks_are_arranged_ends_all_threads(tmp_path, as_stored, monkeypatch, error):
     path, _ = write_nano(tmp_path, DS4)
     stage(monkeypatch, 40_000)
-    arrange, calls, before = TileArranger.arrange, list[object](), threading.active_count()
+    arrange, calls, before = BlockArranger.arrange, list[object](), threading.active_count()
 
     def arrange_four(arranger, arrived):
         calls.append(arrived)
@@ -298,7 +298,7 @@ def test_an_error_while_blocks_are_arranged_ends_all_threads(tmp_path, as_stored
             raise error
         arrange(arranger, arrived)
 
-    monkeypatch.setattr(TileArranger, "arrange", arrange_four)
+    monkeypatch.setattr(BlockArranger, "arrange", arrange_four)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else NotEnoughMemory
     with pytest.raises(expected):
         load_model(FolderSource("test", path), Numerics.reference())

@@ -8,23 +8,30 @@ from numpy.typing import NDArray
 from dsv4cli.kernels.ggml.types import TYPES, decode
 
 Raw = NDArray[Any]
-# MXFP4 blocks whose codes are paired at once: larger temporary arrays get new pages from the system each time
-AT_ONCE = 4096
+# MXFP4 blocks whose codes are paired at once, in a core's cache (AMD EPYC, GB per second of CPU time with 2,048, 4,096,
+# 8,192 and 16,384: 1.3, 1.7, 1.9 and 1.9)
+AT_ONCE = 8192
 LOW_NIBBLES, FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 
-def mxfp4_codes(rows: Raw) -> Raw:
-    """Return the codes [n, K / 2] of MXFP4 rows [n, bytes], two per byte with the even column in the low nibble."""
-    blocks = rows.reshape(-1, TYPES["MXFP4"].nbytes)
+def mxfp4_codes(rows: Raw, out: Raw | None = None) -> Raw:
+    """Return the codes [n, K / 2] of MXFP4 rows [n, bytes], two per byte with the even column in the low nibble.
+
+    Args:
+        out: contiguous memory for the result.
+    """
+    nbytes = TYPES["MXFP4"].nbytes
+    blocks = rows.reshape(-1, nbytes)
+    found = np.empty((len(rows), rows.shape[1] // nbytes * (nbytes - 1)), np.uint8) if out is None else out
     # of each block: the codes of the first 16 columns, then those of the others
-    codes = np.empty((len(blocks), 2), np.uint64)
+    codes = found.reshape(-1).view(np.uint64).reshape(-1, 2)
     for start in range(0, len(blocks), AT_ONCE):
         words = np.ascontiguousarray(blocks[start : start + AT_ONCE, 1:].view("V16")).view(np.uint64)
         _pair(words & LOW_NIBBLES, codes[start : start + AT_ONCE, 0])
         words >>= FOUR
         words &= LOW_NIBBLES
         _pair(words, codes[start : start + AT_ONCE, 1])
-    return codes.view(np.uint8).reshape(len(rows), -1)
+    return found
 
 
 def _pair(nibbles: Raw, into: Raw) -> None:
