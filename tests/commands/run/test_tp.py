@@ -160,14 +160,14 @@ def test_nothing_left_to_answer_ends_all_ranks(tmp_path, words):
 def test_an_error_is_said_once():
     done = run(*RUN, "--tp", "2")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines() == ["error: there is no prompt", '→ give one: dsv4 run "What is 17 + 25?"']
+    assert done.stderr.splitlines() == ["error: there is no prompt", '→ add one: dsv4 run "What is 17 + 25?"']
 
 
 @pytest.mark.slow
 def test_another_number_than_torchrun_has_started_is_refused():
     done = run(*TORCHRUN, QUESTION, "--tp", "4")
     assert done.returncode == 1  # torchrun's
-    assert done.stderr.count("error: --tp 4, does not match torchrun, which started 2 ranks") == 1
+    assert done.stderr.count("error: --tp 4 does not match torchrun, which started 2 ranks") == 1
 
 
 @pytest.mark.slow
@@ -208,7 +208,7 @@ def test_a_reader_that_leaves_ends_all():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [b"its weights are random", b"nothing\x1b[0m\r\n"], ids=["loading", "speaking"])
+@pytest.mark.parametrize("words", [b"the weights are random", b"meaningless\x1b[0m\r\n"], ids=["loading", "speaking"])
 def test_ctrl_c_ends_all(words):
     master, theirs = pty.openpty()
     script = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from dsv4cli.cli import main; main()"
