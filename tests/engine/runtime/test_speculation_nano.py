@@ -34,7 +34,7 @@ def answers(most: int | None, together: int, count: int | None = None) -> tuple[
     asked = prompts()[:count]
     for start in range(0, len(asked), together):
         requests = [Request(ids, Sampling(0.0), Limits(MOST)) for ids in asked[start : start + together]]
-        with Engine.of(examinee().model, requests, "cpu", drafting=Drafting(most)) as engine:
+        with Engine.of(examinee().model, requests, "cpu", drafting=Drafting(most, always=bool(most))) as engine:
             while engine.busy:
                 engine.step()
         found += [request.ids[len(request.prompt) :] for request in requests]
@@ -55,4 +55,5 @@ def test_drafts_change_no_token(most, together):
     found, each = answers(most, together)
     assert len(found) > 40
     assert found == plain()
-    assert each > 1.5
+    # how many pay off depends on the machine, and on what else it does
+    assert each > 1.5 or most is None
