@@ -35,7 +35,7 @@ def front_end(source: Any, target: Any, options: dict[str, Any]) -> None:
 
 
 def operations(kind: str, which: str) -> dict[str, Callable[[], object]]:
-    """Return operations by name, each of which launches another kernel first. which: "few" or "all"."""
+    """Return operations by name; the first kernel that each one launches is a different one. which: "few" or "all"."""
     from dsv4cli.kernels import embedding, experts, gemm
     from dsv4cli.kernels.experts import ExpertWeights
     from dsv4cli.kernels.experts.kernel import ggml as routed

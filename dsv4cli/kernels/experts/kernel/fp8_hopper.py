@@ -32,9 +32,12 @@ OWN = 16
 # (16, 32) 1,015; at 16, 972 and 847; at 24, (16, 32) 1,002 and `warp_specialized` 1,084; at 32, 1,335 and 1,343.
 # Not measured: 4, where one expert in 50 has more than 8 pairs, and 13, the limit that interpolation suggests
 WIDTHS = ((4, (8, 8)), (13, (8, 16)), (24, (16, 32)))
-# bytes of a stage, most and fewest stages, columns of which widths are multiples, and bytes of shared memory for
-# everything else
-STAGE, SLOTS, FEWEST, COLUMNS, REST = 128 * (256 + 16), 4, 2, 512, 1 << 10
+# bytes of a pipeline stage; maximum and minimum number of stages
+STAGE, SLOTS, FEWEST = 128 * (256 + 16), 4, 2
+# widths are multiples of this many columns
+COLUMNS = 512
+# bytes of shared memory besides stages and inputs
+REST = 1 << 10
 # counters of batches, one per launch
 TURNS = 2
 # tokens that a warp of `fp8_inputs.arrange` rounds

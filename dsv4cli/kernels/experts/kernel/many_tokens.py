@@ -116,7 +116,7 @@ def ordered_sum(
     (tokens, per_token), width = experts.shape, outputs.shape[1]
     total = torch.empty(tokens, width, dtype=dtype, device=outputs.device)
     if tokens:
-        # an overlapped launch of few tokens is as short as its longest program
+        # with few tokens, smaller programs finish sooner, and there are multiprocessors for all of them
         block = min(256 if tokens <= FEW else 2048, next_power_of_2(width))
         grouped_gemm.add[(tokens, cdiv(width, block))](
             outputs, experts.contiguous(), shared, total, width, per_token, next_power_of_2(per_token), block,

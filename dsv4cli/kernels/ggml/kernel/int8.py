@@ -262,7 +262,7 @@ def products(
         # the next pass is loaded while this one is multiplied
         later = pass_words(rows, number, K, KIND, HEIGHT, TILES, PARTS, EACH)
         if has_codebook(KIND):
-            # otherwise ptxas delays the loads behind those from the codebook
+            # keeps ptxas from moving these loads below the codebook lookups
             tl.debug_barrier()
         sums += _pass_product(words, digits, tokens, number - 1, table, K, KIND, TILES, PARTS, EACH)
         words = later
