@@ -30,7 +30,8 @@ OWN = 16
 # up to this many pairs per expert on average: the most pairs of a narrow chunk, and of a chunk. Other kernels follow.
 # Measured (H200, 6 of 192 or 256 experts): at 6 pairs, (8, 16) takes 863 us and (8, 8) 950; at 12, (8, 16) 989 and
 # (16, 32) 1,015; at 16, 972 and 847; at 24, (16, 32) 1,002 and `warp_specialized` 1,084; at 32, 1,335 and 1,343.
-# Not measured: 4, where one expert in 50 has more than 8 pairs, and 13, the limit that interpolation suggests
+# At 1.5 pairs, (8, 8) takes 658 us and (8, 16) 674; at 2 and below, (8, 8) is faster, too. Not measured: the limits 4,
+# where one expert in 50 has more than 8 pairs, and 13, which interpolation suggests
 WIDTHS = ((4, (8, 8)), (13, (8, 16)), (24, (16, 32)))
 # bytes of a pipeline stage; maximum and minimum number of stages
 STAGE, SLOTS, FEWEST = 128 * (256 + 16), 4, 2
