@@ -77,10 +77,7 @@ def mixture(
     if fp8_hopper.suits(x, weights, experts.numel(), round_routed):
         if fp8_hopper.suits_shared(x, weights, shared):
             return fp8_hopper.mixture(rows(x), weights, shared, *chosen, limit, dtype)
-        if _takes_few(x, shared, SHARED):
-            own = few_tokens.shared_expert(rows(x), weights, shared, limit, round_inputs)
-        else:
-            own = shared_expert(x, shared, limit, round_inputs)
+        own = shared_expert(x, shared, limit, round_inputs)
         return fp8_hopper.mixture(rows(x), weights, None, *chosen, limit, dtype, own)
     if _takes_few(x, weights, ROUTED) and _takes_few(x, shared, SHARED):
         return few_tokens.mixture(rows(x), weights, shared, *chosen, limit, round_inputs, dtype)

@@ -69,8 +69,6 @@ HALF = 1024
 # most tokens for which chunks are not listed densely, which takes 1.8 us: few programs find an empty chunk
 SPARSE = 32
 FEWEST_BINS = 32
-# tiles of the shared expert in launches of its own
-ALONE_UP, ALONE_DOWN = ProductTiles(16, 8, 2, 2), ProductTiles(16, 4, 2, 2)
 # steps per iteration without a shared expert, which leaves registers free (H200: 34.0 us instead of 35.4 us)
 ALONE_EACH = 8
 
@@ -100,31 +98,6 @@ def mixture(
 ) -> torch.Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     _launch(_Call(x, weights, shared, experts, routing, limit, round_inputs, y))
-    return y
-
-
-def shared_expert(
-    x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeights", limit: float, round_inputs: bool
-) -> torch.Tensor:
-    """Return the shared expert's output [T, D] for x [T, D], as `mixture` adds it; weights: routed experts."""
-    none = x.new_empty(0, 1)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    call = _Call(x, weights, shared, none.long(), none.float(), limit, round_inputs, y)
-    (width, inner_width, shared_width), tokens = call.widths, call.tokens
-    chunk = few_tokens_tiles(tokens, inner_width).shared_chunk
-    chunks = cdiv(tokens, chunk)
-    inputs, shared_inputs, counters, order, _, listed = _prepare(call, 1, chunks, 0)
-    up, down = _fitting(ALONE_UP, width), _fitting(ALONE_DOWN, shared_width)
-    inner, shared_inner = call.new(0), call.new(2, tokens, shared_width)
-    few_tokens_gemm.up[(chunks * (shared_width // up.rows),)](
-        inputs, shared_inputs, *call.first(), call.routing, inner, shared_inner, counters, order, listed, tokens, 0,
-        chunks, limit, width, inner_width, shared_width, 1, FP4_TOKENS, chunk, round_inputs, *up, **overlap(x),
-        num_warps=up.warps,
-    )  # fmt: skip
-    few_tokens_gemm.down[(width // down.rows, chunks)](
-        inner, shared_inner, *call.last(), inner, y, listed, tokens, chunks, width, inner_width, shared_width,
-        FP4_TOKENS, chunk, *down, **overlap(x), num_warps=down.warps,
-    )  # fmt: skip
     return y
 
 

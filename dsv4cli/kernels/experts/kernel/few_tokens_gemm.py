@@ -196,12 +196,17 @@ def add(
     places: tl.constexpr = triton.next_power_of_2(PER_TOKEN)
     slot = tl.arange(0, places)
     total = tl.zeros((COLUMNS,), tl.float32)
-    last = -1
-    wait_for_inputs(OVERLAP)
-    positions = tl.load(place + token * PER_TOKEN + slot, slot < PER_TOKEN, other=0x7FFFFFFF)
+    # pairs were sorted before the previous launch
+    positions = tl.load(
+        place + token * PER_TOKEN + slot, slot < PER_TOKEN, other=0x7FFFFFFF, cache_modifier=".cg"
+    )  # fmt: skip
+    last, ascending = -1, ()
     for _ in tl.static_range(PER_TOKEN):
         last = tl.min(tl.where(positions > last, positions, 0x7FFFFFFF), 0)
-        total += tl.load(parts + last.to(tl.int64) * D + column).to(tl.float32)
+        ascending += (last.to(tl.int64),)
+    wait_for_inputs(OVERLAP)
+    for number in tl.static_range(PER_TOKEN):
+        total += tl.load(parts + ascending[number] * D + column).to(tl.float32)
     if HAS_SHARED:
         total += tl.load(shared_part + token * D + column).to(tl.float32)
     tl.store(y + token * D + column, total.to(y.dtype.element_ty))

@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 # fewest tokens for which `fp8_wgmma` is faster
 LEAST = 2
-# most tokens whose pairs are sorted by the launch that rounds inputs
+# most tokens whose pairs are sorted by the launch that rounds inputs, and which the shared expert processes in the same
+# launches as the others. In launches of its own before them, all experts take 480 us instead of 465 us for 32 tokens,
+# and 729 us instead of 701 us for 64 (H200, 6 of 256; routed experts alone 446 us and 670 us)
 FEW = 64
-# most tokens of the shared expert. In the same launches, and in launches of its own before them, all experts take
-# 297 us and 303 us for 16 tokens, 740 us and 684 us for 64 (H200, 6 of 256; routed experts alone 273 us and 633 us)
-OWN = 16
 # up to this many pairs per expert on average: the most pairs of a narrow chunk, and of a chunk. Other kernels follow.
 # Measured (H200, 6 of 192 or 256 experts): at 6 pairs, (8, 16) takes 863 us and (8, 8) 950; at 12, (8, 16) 989 and
 # (16, 32) 1,015; at 16, 972 and 847; at 24, (16, 32) 1,002 and `warp_specialized` 1,084; at 32, 1,335 and 1,343.
@@ -97,7 +96,7 @@ def suits_shared(x: torch.Tensor, weights: "ExpertWeights", shared: "ExpertWeigh
 
     Its weights are read once for each chunk of x [T, D].
     """
-    if len(x) > OWN:
+    if len(x) > FEW:
         return False
     first = shared.w1.weight
     alike = first.shape == (weights.w1.weight.shape[1], weights.w2.weight.shape[1])

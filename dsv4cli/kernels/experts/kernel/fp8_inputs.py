@@ -28,19 +28,23 @@ def place(column, tokens, FP4: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, place, inside, FP4: tl.constexpr):
-    """Round blocks of 128 columns of x at offsets `place` [n].
+def _rounded(x, place, inside):
+    """Round blocks of 128 columns of x at offsets `place` [n]: codes uint8 [n, 128] and scales fp32 [n].
 
-    Returns codes uint8 [n, 128] in the order of `fp8_inputs.place`, and scales fp32 [n].
+    Bypasses a cache that may be stale, for loads before the wait.
     """
-    values = tl.load(x + place[:, None] + tl.arange(0, 128)[None], inside[:, None], other=0.0).to(tl.float32)
+    place = place[:, None] + tl.arange(0, 128)[None]
+    values = tl.load(x + place, inside[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
     values, scale = code_blocks(values, FP8_FLOOR, FP8_LARGEST, 3, -6)
-    codes = e4m3_bits(values)
-    if FP4:
-        # block, word, byte, low or high
-        by_byte = tl.reshape(codes, (codes.shape[0], 4, 4, 4, 2))
-        codes = tl.reshape(tl.permute(by_byte, (0, 1, 4, 2, 3)), codes.shape)
-    return codes, tl.reshape(scale, (scale.shape[0],)).to(tl.float32, bitcast=True)
+    return e4m3_bits(values), tl.reshape(scale, (scale.shape[0],)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _by_word(codes):
+    """Arrange codes [n, 128] in the order of `fp8_inputs.place` for FP4 weights."""
+    # block, word, byte, low or high
+    by_byte = tl.reshape(codes, (codes.shape[0], 4, 4, 4, 2))
+    return tl.reshape(tl.permute(by_byte, (0, 1, 4, 2, 3)), codes.shape)
 
 
 @triton.jit
@@ -115,6 +119,11 @@ def prepare(
     OVERLAP: tl.constexpr,
 ):
     token, part = tl.program_id(0), tl.program_id(1)
+    block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
+    inside = block < K // 128
+    # the launch before the router's has written x
+    codes, scale = _rounded(x, token.to(tl.int64) * stride + block * 128, inside)
+    by_word = _by_word(codes)
     wait_for_inputs(OVERLAP)
     number = tl.arange(0, PLACES)
     mine, real = token * PER_TOKEN + number, number < PER_TOKEN
@@ -136,18 +145,13 @@ def prepare(
         if token == 0:
             tl.store(count, listed)
             tl.store(turns + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
-    block = part * (COLUMNS // 128) + tl.arange(0, COLUMNS // 128)
-    inside = block < K // 128
-    given = token.to(tl.int64) * stride + block * 128
-    codes, scale = _rounded(x, given, inside, True)
     for one in tl.static_range(PER_TOKEN):
         to = own_chunks + tl.sum(tl.where(number == one, chunk, 0), 0)
         at = tl.sum(tl.where(number == one, rank % TOKENS, 0), 0)
         size = tl.sum(tl.where(number == one, sizes, 0), 0)
         width = tl.where(size > NARROW, TOKENS, NARROW)
-        _store(codes, scale, inputs, scales, to, width, at, part * (COLUMNS // 128), inside, K, TOKENS)
+        _store(by_word, scale, inputs, scales, to, width, at, part * (COLUMNS // 128), inside, K, TOKENS)
     if SHARED:
-        codes, scale = _rounded(x, given, inside, False)
         width = tl.where(tl.minimum(tl.num_programs(0) - own * TOKENS, TOKENS) > NARROW, TOKENS, NARROW)
         _store(codes, scale, inputs, scales, own, width, slot, part * (COLUMNS // 128), inside, K, TOKENS)
 
@@ -187,10 +191,10 @@ def arrange(
             tl.store(factors + chunk * TOKENS + slot, tl.load(routing + pair, inside, other=0.0))
             _clear(counters, chunk + slot, slot == 0, COUNTERS, ALL_COUNTERS)
         given = (pair // PER_TOKEN).to(tl.int64) * stride + block * 128
-        codes, scale = _rounded(x, given, inside, True)
+        codes, scale = _rounded(x, given, inside)
         byte = tl.arange(0, 128)
         width = tl.where(size > NARROW, TOKENS, NARROW)
         to = chunk.to(tl.int64) * (K * TOKENS) + block * (128 * width)
         at = slot[:, None] * 32 + (byte // 32 * (32 * width) + byte % 32)[None]
-        tl.store(inputs + to + at, codes, inside[:, None])
+        tl.store(inputs + to + at, _by_word(codes), inside[:, None])
         tl.store(scales + chunk * (K // 128 * TOKENS) + block * TOKENS + slot, scale, inside)

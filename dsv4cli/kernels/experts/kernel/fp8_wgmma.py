@@ -9,7 +9,8 @@ multiplied by the block's scale in fp32. A third partition, one warp, rounds the
 The product of a chunk of up to NARROW pairs has NARROW columns, any other one TOKENS. Sums depend neither on the other
 tokens of a chunk nor on the number of columns of the product.
 
-The shared expert's units come first: e4m3 weights need no decoding, and their stages have 256 columns.
+The shared expert's chunks come first, but its units are computed after the first batches (`_unit`): e4m3 weights need
+no decoding, and their stages have 256 columns.
 """
 
 from triton.experimental import gluon
@@ -35,18 +36,35 @@ BRINGING, ROUNDING = gl.constexpr(40), gl.constexpr(88)
 
 
 @gluon.jit
+def _first_batch(total, programs):
+    """Return the number of units in the first batch of each program."""
+    return gl.maximum(total * 3 // 4 // programs, 1)
+
+
+@gluon.jit
 def _batch(number, total, programs):
     """Return the first unit of a batch and its end (exclusive).
 
     The first batches, one per program, divide three quarters of all units equally, so that inputs stay in shared
     memory. The next ones divide half of the rest, and so on down to single units.
     """
-    begin, size = 0, gl.maximum(total * 3 // 4 // programs, 1)
+    begin, size = 0, _first_batch(total, programs)
     for _ in range(number // programs):
         begin += size * programs
         size = gl.maximum((total - begin) // 2 // programs, 1)
     begin += number % programs * size
     return begin, gl.minimum(begin + size, total)
+
+
+@gluon.jit
+def _unit(turn, total, own, programs):
+    """Return the unit whose turn it is: the turns of the shared expert's `own` units follow those of first batches.
+
+    They take twice as long as others. In first batches, they would end last.
+    """
+    early = gl.minimum(_first_batch(total, programs) * programs, total - own)
+    unit = gl.where(turn < early + own, turn - early, turn)
+    return gl.where(turn < early, turn + own, unit)
 
 
 @gluon.jit
@@ -122,7 +140,7 @@ def _late(is_first, BUFFERS: gl.constexpr, LATE: gl.constexpr, BOTH: gl.constexp
 
 @gluon.jit
 def _bring(
-    routed, shared, inputs, chunks, turns, total, stages, of_inputs,
+    routed, shared, inputs, chunks, turns, total, own, stages, of_inputs,
     N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr,
     SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -140,14 +158,15 @@ def _bring(
     LATE: gl.constexpr = (STEPS if STEPS < SLOTS else SLOTS) - 1
     number, buffer, before = 0, 0, -1
     programs = gl.num_programs(0)
-    unit, last = _batch(gl.program_id(0), total, programs)
-    start = unit
-    while unit < last:
-        for mine in range(unit, last):
+    begin, end = _batch(gl.program_id(0), total, programs)
+    start = begin
+    while begin < end:
+        for turn in range(begin, end):
+            mine = _unit(turn, total, own, programs)
             chunk = mine // (N // EACH)
             is_own, expert, _position, size = _chunk(chunks, chunk, TOKENS)
             row = expert * N + mine % (N // EACH) * EACH
-            late = _late(mine == start, input_filled.shape[0], LATE, BOTH)
+            late = _late(turn == start, input_filled.shape[0], LATE, BOTH)
             for step in range(steps(is_own, K, SHARED)):
                 await_freed(freed, number)
                 at = number % SLOTS
@@ -169,7 +188,7 @@ def _bring(
                     buffer += 1
                     before = chunk
                 number += 1
-        unit, last = _batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
+        begin, end = _batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
     await_freed(freed, number)
     units.index(number % SLOTS).store(gl.full([1], -1, gl.int32, ONE))
     tell(filled, number)
@@ -340,8 +359,9 @@ def products(
     if BOTH:
         # the previous launch lists the chunks; w2's starts after that one has ended, see `pdl.wait_for_inputs`
         wait_for_inputs(OVERLAP)
-    total = gl.load(count, cache_modifier=".cg") + (own + TOKENS - 1) // TOKENS
-    total *= N // (HALF if BOTH else ROWS)
+    each: gl.constexpr = N // (HALF if BOTH else ROWS)
+    own_units = (own + TOKENS - 1) // TOKENS * each
+    total = gl.load(count, cache_modifier=".cg") * each + own_units
     stages, of_inputs = (codes, scales, units, filled, freed), (given, input_filled, input_freed)
     chunks, routed, shared = (words, pairs, own), (first, first_scale, second, second_scale), (own_first, own_second)
     of_rounding = (tickets, stored, read)
@@ -352,8 +372,8 @@ def products(
                 limit, N, K, NARROW, TOKENS, BOTH, SHARED, OVERLAP,
             )),
             (_bring, (
-                routed, shared, inputs, chunks, turns, total, stages, of_inputs, N, K, NARROW, TOKENS, BOTH, SHARED,
-                OVERLAP,
+                routed, shared, inputs, chunks, turns, total, own_units, stages, of_inputs, N, K, NARROW, TOKENS, BOTH,
+                SHARED, OVERLAP,
             )),
             (_round, (out, chunks, next_inputs, next_scales, counters, of_rounding, N, NARROW, TOKENS, BOTH)),
         ],
