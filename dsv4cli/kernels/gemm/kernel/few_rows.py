@@ -97,10 +97,14 @@ def few_rows_tiles(x: torch.Tensor, products: Sequence[Product]) -> FewRowsTiles
             times *= 2
     most = 8 if tiles < 512 else 4
     warps = math.gcd(steps, most if steps > 8 else max(1, steps // 2))
-    ahead, registers = (2, 0)
-    if all(p.matrix.scale is not None for p in products):
-        # if there are more than two programs for each of 132 multiprocessors, 168 registers allow three of four warps
-        ahead, registers = (4, 128 if times == 1 else 168 if tiles > 256 * times else 0)
+    coded = [p.matrix.scale is not None for p in products]
+    ahead = 2
+    if all(coded):
+        # rounded inputs are prefetched, which takes the registers of a block
+        ahead = 3 if times == 1 and all(p.rounded for p in products) else 4
+    # 128 registers allow two programs of eight warps on a multiprocessor. If there are more than two programs for each
+    # of 132 multiprocessors, 168 allow three of four warps
+    registers = 128 if times == 1 and any(coded) else 168 if all(coded) and tiles > 256 * times else 0
     return FewRowsTiles(warps, min(ahead, steps // warps * times), times, registers)
 
 
@@ -167,13 +171,20 @@ def _product(
     factors = _factors(scale, before + first, K, SPLITS)
     wait_for_inputs(OVERLAP)
     given = x + _places(tokens, x_row, K, SPLITS, BYTES)
+    # inputs that are rounded are loaded a step early: rounding takes as long as a load
+    EARLY: tl.constexpr = 1 if ROUND and TIMES == 1 else 0
+    inputs = ()
+    for j in tl.static_range(EARLY):
+        inputs += (tl.load(given + j * 128),)
     root = _root(given, eps, K, SPLITS) if norm is not None else None
     rights, powers = (), ()
     for time in tl.static_range(TIMES):
         total = tl.zeros([SPLITS, 16, 8], tl.float32)
         for j in tl.static_range(STEPS):
             if time == 0:
-                right, power = _operand(given, norm, root, j, K, ROUND, SPLITS, BYTES)
+                if j + EARLY < STEPS:
+                    inputs += (tl.load(given + (j + EARLY) * 128),)
+                right, power = _operand(inputs[j], norm, root, j, K, ROUND, SPLITS, BYTES)
                 rights += (right,)
                 powers += (power,)
             left = _left(tiles[0], scale is not None, ROUND, SPLITS, BYTES)
@@ -238,13 +249,13 @@ def _root(given, eps, K: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _operand(
-    given, norm, root, step, K: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
+    inputs, norm, root, step, K: tl.constexpr, ROUND: tl.constexpr, SPLITS: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """Return the tokens of a step as the right operand [SPLITS, 128, 8], normalized first if `norm` is given.
+    """Return a step's inputs, loaded from `_places`, as the right operand [SPLITS, 128, 8]; normed if `norm` is given.
 
     With ROUND the values are FP8 codes, and their scales are [SPLITS, 1, 8].
     """
-    values = _by_token(tl.load(given + step * 128), SPLITS)
+    values = _by_token(inputs, SPLITS)
     power = 1.0
     if norm is not None:
         weights = _by_token(tl.load(norm + _places(1, 0, K, SPLITS, BYTES) + step * 128), SPLITS).to(tl.float32)
