@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dsv4cli.engine.config.capacity import divides_from
 from dsv4cli.kernels.card import BLACKWELL, CARDS, HOPPER, described
 from dsv4cli.kernels.experts import ExpertWeights, mixture, ref, routed_experts
 from dsv4cli.kernels.rows import exact_rows
@@ -209,6 +210,11 @@ def test_which_experts(card, stored, dtype, hidden, inner, suits):
         most = 127 if max(hidden, inner) > 4096 else 192
         assert fp8_hopper.suits(x, weights, most, True) == suits
         assert not fp8_hopper.suits(x, weights, most + 1, True)
+
+
+def test_inputs_that_are_read_early_are_not_gathered_just_before():
+    # `prepare` reads x before the previous launch has ended: a router, not the all-gather of rows that ranks share
+    assert all(divides_from(ranks) > fp8_hopper.FEW for ranks in range(1, 9))
 
 
 def test_which_shared_expert():

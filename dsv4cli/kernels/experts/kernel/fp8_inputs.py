@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, code_blocks, e4m3_bits
+from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, scaled_blocks
 from dsv4cli.kernels.experts.kernel.few_tokens_prepare import chunk_parts, packed_chunk
 from dsv4cli.kernels.launch import launched
 from dsv4cli.kernels.pdl import wait_for_inputs
@@ -35,8 +35,9 @@ def _rounded(x, place, inside):
     """
     place = place[:, None] + tl.arange(0, 128)[None]
     values = tl.load(x + place, inside[:, None], other=0.0, cache_modifier=".cg").to(tl.float32)
-    values, scale = code_blocks(values, FP8_FLOOR, FP8_LARGEST, 3, -6)
-    return e4m3_bits(values), tl.reshape(scale, (scale.shape[0],)).to(tl.float32, bitcast=True)
+    values, scale = scaled_blocks(values, FP8_FLOOR, FP8_LARGEST)
+    codes = values.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return codes, tl.reshape(scale, (scale.shape[0],)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
