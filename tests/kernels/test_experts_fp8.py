@@ -61,6 +61,7 @@ def test_inputs_by_chunk(tokens, chosen, count, with_shared):
     hidden = 1024
     x = torch.randn(tokens, hidden + 64).bfloat16()[:, :hidden]
     x[0] *= 2.0**-100
+    x[1, 300] = -0.0
     experts, routing = routed(tokens, count, chosen)
     rows = torch.randperm(2 * count)[:count]
     weights = replace(stacked(fp4, 2 * count, 32, 512), rows=rows)
@@ -102,11 +103,17 @@ def test_inputs_by_chunk(tokens, chosen, count, with_shared):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "count", "buffers"),
-    # chunks of up to 8, 8 or 16, and 16 or 32 pairs; the last also with as little memory as for inputs of 4,096 columns
-    [(5, 3, None), (20, 5, None), (24, 3, (2, 1)), *slow_rows((24, 3, None), (40, 4, None), (20, 5, (3, 1)))],
+    ("tokens", "count", "buffers", "programs"),
+    # chunks of up to 8, 8 or 16, and 16 or 32 pairs, the last also with the memory for inputs of 4,096 columns;
+    # more programs than units, and batches of several units
+    [
+        (5, 3, None, 132),
+        (34, 6, None, 4),
+        (24, 3, (2, 1), 4),
+        *slow_rows((20, 5, (3, 1), 132), (24, 3, None, 4), (35, 18, None, 5), (40, 4, None, 132)),
+    ],
 )
-def test_products_in_an_interpreter(tokens, count, buffers, triton_backend, monkeypatch):
+def test_products_in_an_interpreter(tokens, count, buffers, programs, triton_backend, monkeypatch):
     """The kernel's arithmetic and its barriers; layouts are the compiler's, and short sums the GPU's."""
     if triton_backend != "interpreter":
         pytest.skip("this interpreter runs on a CPU")
@@ -123,6 +130,7 @@ def test_products_in_an_interpreter(tokens, count, buffers, triton_backend, monk
     products = fp8_wgmma.products
     monkeypatch.setattr(fp8_wgmma, "products", Products())
     monkeypatch.setattr("dsv4cli.kernels.gluon_launch.gluon_described", Descriptor)
+    monkeypatch.setattr(fp8_hopper, "multiprocessors", lambda _: programs)
     if buffers:
         monkeypatch.setattr(fp8_hopper, "buffers", lambda *_: buffers)
     x, weights, own = torch.randn(tokens, 1024).bfloat16(), stacked(fp4, count, 1024, 512), shared(1024, 512)
@@ -134,6 +142,25 @@ def test_products_in_an_interpreter(tokens, count, buffers, triton_backend, monk
     ):
         y = fp8_hopper.mixture(x, weights, with_shared, experts, routing, 7.0, FP32)
         assert (y - expected).norm() <= 2**-11 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("total", "own", "programs"),
+    [(0, 0, 4), (5, 0, 4), (3, 3, 4), (7, 4, 8), (40, 40, 4), (40, 36, 4), (5000, 64, 132)],
+)
+def test_units_of_the_shared_expert_follow_the_first_batches(total, own, programs):
+    from dsv4cli.kernels.experts.kernel.fp8_wgmma import _batch, _unit
+    from tests.support.gluon_interpreter import called
+
+    batches = [range(*map(int, called(_batch, number, total, programs))) for number in range(programs + total)]
+    assert [turn for batch in batches for turn in batch] == list(range(total))
+    # three quarters of all units, in equal parts
+    each = max(total * 3 // 4 // programs, 1)
+    assert {len(batch) for batch in batches[:programs]} <= ({each} if total >= programs else {0, 1})
+    units = [int(called(_unit, turn, total, own, programs)) for turn in range(total)]
+    assert sorted(units) == list(range(total))
+    early = min(each * programs, total - own)
+    assert units[early : early + own] == list(range(own))
 
 
 @pytest.mark.gpu

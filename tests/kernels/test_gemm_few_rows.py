@@ -85,6 +85,28 @@ def test_registers_leave_room_for_the_programs_that_run_at_once(numbers, columns
     assert few_rows_tiles(torch.empty(2, 1, columns), products).registers == registers
 
 
+@pytest.mark.parametrize(
+    ("kinds", "ahead", "registers"),
+    [
+        (("rounded", "rounded"), 3, 128),
+        (("rounded", "exact"), 4, 128),
+        (("rounded", "plain"), 2, 128),
+        (("plain",), 2, 0),
+    ],
+)
+def test_tiles_of_products_in_one_launch(kinds, ahead, registers):
+    from dsv4cli.kernels.gemm.kernel.dequant import Product
+    from dsv4cli.kernels.gemm.kernel.few_rows import few_rows_tiles
+
+    scale, products = torch.empty(1, 1, dtype=torch.float8_e8m0fnu), []
+    for kind in kinds:
+        dtype = torch.bfloat16 if kind == "plain" else torch.float8_e4m3fn
+        matrix = StoredMatrix(torch.empty(512, 4096, dtype=dtype, device="meta"), None if kind == "plain" else scale)
+        products.append(Product(matrix, kind == "rounded", torch.bfloat16))
+    tiles = few_rows_tiles(torch.empty(2, 1, 4096), products)
+    assert (tiles.ahead, tiles.registers) == (ahead, registers)
+
+
 def test_what_is_multiplied_elsewhere():
     from dsv4cli.kernels.gemm.kernel.few_rows import takes
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsv4cli.kernels.pdl import FEW, overlap, overlap_beside, overlap_of_few
+from dsv4cli.kernels.pdl import FEW, overlap, overlap_beside, overlap_of_few, wait_for_inputs
 
 # arguments of kernels that never change
 PARAMETERS = ("weight", "bias", "fn", "sink")
@@ -111,3 +111,61 @@ def test_loads_before_the_wait_bypass_the_cache_unless_they_are_of_parameters():
         and not any(one.arg == "cache_modifier" and ast.literal_eval(one.value) == ".cg" for one in call.keywords)
     ]  # fmt: skip
     assert cached == []
+
+
+@pytest.fixture
+def early(triton_backend, monkeypatch):
+    """The loads of Triton kernels before they wait for the previous launch: the first address and the cache modifier.
+
+    Each kernel waits once in every program.
+    """
+    if triton_backend != "interpreter":
+        pytest.skip("reads the interpreter's loads")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    loads, has_waited = set(), [True]
+    begin, load = InterpreterBuilder.set_grid_idx, InterpreterBuilder.create_masked_load
+
+    def begun(self, *numbers):
+        assert has_waited[0], "the next kernel may start before the previous one has ended"
+        has_waited[0] = False
+        begin(self, *numbers)
+
+    def loaded(self, pointers, mask, other, modifier, *rest):
+        if not has_waited[0]:
+            loads.add((int(pointers.data.min()), modifier.name if modifier else ""))
+        return load(self, pointers, mask, other, modifier, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", begun)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", loaded)
+    monkeypatch.setattr(wait_for_inputs, "rewrite", lambda: lambda *_, **__: has_waited.__setitem__(0, True))
+    yield loads
+    assert has_waited[0]
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_experts_load_early_what_earlier_launches_than_the_previous_one_have_written(is_shared, early):
+    from dsv4cli.kernels.experts.kernel import few_tokens_gemm, fp8_hopper
+    from tests.kernels.test_experts_many_tokens import fp4, routed, stacked
+
+    def tensors(loads):
+        """Return the tensors that were loaded from, and the cache modifiers."""
+        held = {"x": x, "place": work.place, "parts": parts, "experts": experts, "routing": routing}
+        return {
+            (name, modifier)
+            for address, modifier in loads
+            for name, one in held.items()
+            if one.data_ptr() <= address < one.data_ptr() + one.nbytes
+        }
+
+    x, weights, (experts, routing) = torch.randn(3, 1024).bfloat16(), stacked(fp4, 4, 32, 512), routed(3, 4, 2)
+    experts, parts = experts.contiguous(), torch.zeros(9, 512).bfloat16()
+    # launched after the router, which reads x as well
+    work = fp8_hopper._prepared(x, weights, experts, routing, is_shared)
+    assert tensors(early) == {("x", "CG")}
+    early.clear()
+    # launched after w2, which follows w1 and w3 and `prepare`
+    few_tokens_gemm.add[(3, 1)](
+        parts, parts[6:], work.place, torch.empty(3, 512), 512, 2, is_shared, 512, OVERLAP=False
+    )  # fmt: skip
+    assert tensors(early) == {("place", "CG")}

@@ -9,8 +9,8 @@ multiplied by the block's scale in fp32. A third partition, one warp, rounds the
 The product of a chunk of up to NARROW pairs has NARROW columns, any other one TOKENS. Sums depend neither on the other
 tokens of a chunk nor on the number of columns of the product.
 
-The shared expert's chunks come first, but its units are computed after the first batches (`_unit`): e4m3 weights need
-no decoding, and their stages have 256 columns.
+The shared expert's chunks come first, but its units are computed after the first batches (`_unit`). Its e4m3 weights
+need no decoding, and their stages have 256 columns.
 """
 
 from triton.experimental import gluon
@@ -43,7 +43,7 @@ def _first_batch(total, programs):
 
 @gluon.jit
 def _batch(number, total, programs):
-    """Return the first unit of a batch and its end (exclusive).
+    """Return the first turn of a batch and its end (exclusive); `_unit` is the unit of a turn.
 
     The first batches, one per program, divide three quarters of all units equally, so that inputs stay in shared
     memory. The next ones divide half of the rest, and so on down to single units.
