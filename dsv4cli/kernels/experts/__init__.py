@@ -6,11 +6,12 @@ inputs. In the kernels that support both, NVFP4 weights with the values of FP4 w
 times the scales of 16 columns are exact in bf16, sums have the same order, and scale_2 multiplies the sums last.
 
 On Hopper, FP8 tensor cores multiply rounded inputs by FP4 weights for 2 tokens to 24 pairs per expert, or fewer than 16
-with a hidden size of 7168, unless rows must be exact (kernels/rows.py). They sum 32 products with few bits; these sums
-are added in fp32. The error of a product is 2.3e-5 of its norm. It makes some of the values between the products round
-to another FP8 code, so the routed experts' output differs by 1.5e-3 to 2.8e-3 of its norm from one with fp32 sums
-(H200). A token's result does not depend on the other tokens of the step as long as there are at least two. One bf16
-token or two over GGUF blocks are rounded on Hopper as for linears (kernels/gemm).
+with a hidden size of 7168, unless rows must be exact (kernels/rows.py); in such steps of up to 64 tokens, also by the
+shared expert's FP8 weights. They sum 32 products with few bits; these sums are added in fp32. The error of a product is
+2.3e-5 of its norm. It makes some of the values between the products round to another FP8 code, so the routed experts'
+output differs by 1.5e-3 to 2.8e-3 of its norm from one with fp32 sums (H200). Within these limits, a token's result
+does not depend on the other tokens of the step. One bf16 token or two over GGUF blocks are rounded on Hopper as for
+linears (kernels/gemm).
 """
 
 from dataclasses import dataclass
