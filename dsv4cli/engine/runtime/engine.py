@@ -62,7 +62,8 @@ class Engine:
         self._orders.add("begin", **asdict(capacity))
         self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
         self._drawing = LeaderStep(self.runner, self._orders)
-        seconds, most = self.runner.chunk_seconds, min(capacity.slots, MAX_SLOTS) - 1
+        # a captured chunk pads with one sequence, but holds at least one prompt
+        seconds, most = self.runner.chunk_seconds, max(min(capacity.slots, MAX_SLOTS) - 1, 1)
         self._pacer = None if step_ms is None else Pacer(PacingPolicy(step_ms / 1e3), seconds, shared, most)
         self._count = 0
 

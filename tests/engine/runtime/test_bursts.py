@@ -113,6 +113,19 @@ def test_prompts_share_no_step_that_changes_their_bits(beside):
     assert all(sum(step) <= MAX_SLOTS for step in shared if len(step) > 1)
 
 
+def test_an_engine_of_one_sequence_takes_prompts_one_by_one(monkeypatch):
+    """On a GPU, where the sequences of a step are limited only by their number."""
+    monkeypatch.setattr(runner, "captures", lambda device: True)
+    one = Engine(model_of("mtp"), Capacity(1, 640), "cpu", step_ms=1e6)
+    monkeypatch.setattr(one._pacer, "_shared_rows", None)
+    both = [asked(text(count, count), 2) for count in (31, 130)]
+    for own in both:
+        one.add(own)
+    while one.busy:
+        one.step()
+    assert [len(own.ids) for own in both] == [33, 132]
+
+
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=SLOW), True])
 @pytest.mark.parametrize("most", [*slow(0), 3])
 def test_each_gets_what_it_gets_alone(captured, most, monkeypatch):
