@@ -170,6 +170,8 @@ class Engine:
             RankLost: another rank has ended.
         """
         scheduler = self.runner.scheduler
+        with self._resting_on_error():
+            self.runner.admit()  # first, so that the choice is among all that the step may have
         pick = self._pick()
         requests = scheduler.of(pick)
         own = requests[: len(pick.decoding) or None] if pick else requests  # without prompts after the decoding ones

@@ -79,6 +79,14 @@ class Runner:
             self._lengthen(request)
             self.scheduler.add(request)
 
+    def admit(self) -> None:
+        """Admit queued requests that fit, unless the next step was launched ahead without them. Raises
+        NotEnoughMemory.
+        """
+        if self.scheduler.joins and not self.ahead.launched:
+            with self._whole(), step_memory(self.cache.device):
+                self.scheduler.admit()
+
     def end(self, request: Request) -> bool:
         """End a request and keep its state in the prefix cache. Return whether it was queued or running.
 

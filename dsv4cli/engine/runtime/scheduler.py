@@ -49,7 +49,16 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request of at least one token. One that has a sequence is admitted at once."""
         (self._waiting if request.sequence is None else self._active).append(request)
-        self._admit()
+        self.admit()
+
+    def admit(self) -> None:
+        """Admit queued requests in order of arrival while the longest completion of each fits."""
+        while self.joins:
+            request = self._waiting.popleft()
+            request.sequence = self._cache.allocate()
+            self._active.append(request)
+            if self._prefixes is not None:
+                self._prefixes.begin(request)
 
     def remove(self, request: Request) -> bool:
         """Remove a request and return whether it was there. Its sequence is not freed."""
@@ -75,14 +84,14 @@ class Scheduler:
 
     def chunks(self, pick: StepChoice | None = None) -> list[Chunk]:
         """Return the chunks of the next step. A chunk ends at the latest where the prefix cache keeps the state."""
-        self._admit()
+        self.admit()
         chunks: list[Chunk] = []
         picked = pick or StepChoice()
         row, most = 0, min(picked.tokens or MAX_STEP_TOKENS, MAX_STEP_TOKENS)
         for place, request in enumerate(self.of(pick)):
             count = min(self._stop(request) - request.done, request.prefill_chunk)
             others = picked.tokens and place > len(picked.decoding)
-            if others and not self._joins(request, count, chunks, most):
+            if others and not self._joins(request, count, chunks, min(most, picked.shared or most)):
                 continue
             count = min(count, most - row)
             if count > 0:
@@ -102,15 +111,6 @@ class Scheduler:
         return self._prefixes is None or not any(
             self._prefixes.gives(chunk.request, chunk.end, request) for chunk in chunks
         )
-
-    def _admit(self) -> None:
-        """Admit queued requests in order of arrival while the longest completion of each fits."""
-        while self.joins:
-            request = self._waiting.popleft()
-            request.sequence = self._cache.allocate()
-            self._active.append(request)
-            if self._prefixes is not None:
-                self._prefixes.begin(request)
 
     def _fits(self, request: Request) -> bool:
         taken = sum(blocks_at_end(one) for one in self._active)

@@ -20,11 +20,13 @@ class StepChoice:
             others.
         tokens: the rows of the step, at most.
         decoding: numbers of requests whose next token is computed in front of the prompts.
+        shared: the rows of a step that several requests share, at most; 0 for as many as `tokens`.
     """
 
     requests: Sequence[int] = ()
     tokens: int = 0
     decoding: Sequence[int] = ()
+    shared: int = 0
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,38 @@ def test_prompts_share_no_step_that_changes_their_bits(beside):
     assert all(sum(step) <= MAX_SLOTS for step in shared if len(step) > 1)
 
 
+def counts_of(one: Engine, requests: list[Request]) -> list[int]:
+    """How many tokens of each prompt a step prefills, of those that have some in it."""
+    before = [own.done for own in requests]
+    one.step()
+    return [own.done - done for own, done in zip(requests, before, strict=True) if own.done > done]
+
+
+def test_a_prompt_that_stops_early_leaves_its_rows_to_none_whose_bits_would_change():
+    """A chunk ends where the state is cached, which the choice of the step does not know."""
+    one = Engine(model_of("mtp"), Capacity(12, 640, cache_memory=2 * 10**7), "cpu", step_ms=1e6)
+    one.add(asked(text(9, 1), 60))
+    for _ in range(3):
+        one.step()
+    reading = [asked(text(300, 2), 2, keep=(20,)), asked(text(310, 3), 2), asked(text(320, 4), 2)]
+    for own in reading:
+        one.add(own)
+    steps = [counts_of(one, reading) for _ in range(3)]
+    assert [20] in steps
+    assert all(len(step) < 2 for step in steps)
+
+
+def test_a_prompt_that_is_admitted_now_shares_no_step_that_changes_its_bits():
+    """It waited for the place of another that has ended since the last step."""
+    one = Engine(model_of("mtp"), Capacity(2, 640), "cpu", step_ms=1e6)
+    reading = [asked(text(count, count), 2) for count in (300, 310, 320)]
+    for own in reading:
+        one.add(own)
+    one.cancel(reading[1])
+    assert counts_of(one, reading) == [300]
+    assert reading[2].sequence is not None
+
+
 def test_an_engine_of_one_sequence_takes_prompts_one_by_one(monkeypatch):
     """On a GPU, where the sequences of a step are limited only by their number."""
     monkeypatch.setattr(runner, "captures", lambda device: True)

@@ -80,7 +80,9 @@ class Pacer:
         self._pass_over(waiting)
         riding = [request.number for request in decoding] if step.riding else []
         most = max(min(step.rows // ROWS_PER_SEQUENCE, self._sequences) - len(riding), 1)
-        return StepChoice(tuple(request.number for request in waiting[:most]), step.rows, tuple(riding))
+        numbers = tuple(request.number for request in waiting[:most])
+        # the first prompt may stop early where its state is cached, which leaves rows to others
+        return StepChoice(numbers, step.rows, tuple(riding), self._shared_rows or 0)
 
     def note(self, choice: StepChoice | None, chunks: Sequence[Chunk], prepared: bool) -> None:
         """Learn from a step that has ended.
