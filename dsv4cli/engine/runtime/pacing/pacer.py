@@ -58,8 +58,9 @@ class Pacer:
         self._policy, self._shared_rows, self._sequences = policy, shared_rows, sequences
         self.times = StepTimes(policy, {} if captured is None else captured)
         self._passes: dict[Request, int] = {}
-        # the end of the last step that gave tokens, and the rows of the chunk that ran since
+        # the end of the last step that gave tokens, the requests in it, and the rows of the chunk that ran since
         self._ended: float | None = None
+        self._decoded: set[int] = set()
         self._chunk_rows = 0
         # seconds by which gaps have exceeded their goals, less those by which others stayed below
         self._debt = 0.0
@@ -69,8 +70,9 @@ class Pacer:
         """Return which requests share the next step; None for all, where none of them decodes."""
         decoding = [request for request in active if request.decodes]
         waiting = self._ordered([request for request in active if not request.decodes])
+        if self._decoded.isdisjoint(request.number for request in decoding):
+            self._reset()  # nobody waits for a token since then
         if not decoding:
-            self._reset()
             return self._prefill_only(waiting)
         if not waiting or self._chunk_rows or self._debt > 0 or self._ended is None or not self.times.decode_known:
             return StepChoice()
@@ -99,13 +101,13 @@ class Pacer:
         if choice.requests:
             self._passes.update(dict.fromkeys((chunk.request for chunk in chunks), 0))
             if self._ended is None:  # none decoded: the gap before the second tokens begins
-                self._ended = now
+                self._begin_gap(now, chunks)
             else:
                 self._chunk_rows = rows_needed([chunk.tokens for chunk in chunks])
         if choice.decoding or not choice.requests:
             if self._ended is not None:
                 self._learn(now - self._ended, choice, len(choice.decoding or chunks))
-            self._ended, self._chunk_rows = now, 0
+            self._begin_gap(now, chunks)
 
     def _steps(self, waiting: Sequence[Request], decoding: Sequence[Request], riding: bool) -> Iterable[PrefillStep]:
         """Yield a step of each size that these prompts can fill."""
@@ -208,6 +210,10 @@ class Pacer:
             expected = own + self.times.chunk(self._chunk_rows)
             self.times.learn_chunk(self._chunk_rows, max(seconds - own, seconds / 10))
         self._debt = max(self._debt + min(seconds, self._policy.max_outlier * expected) - goal, -goal)
+
+    def _begin_gap(self, now: float, chunks: Sequence[Chunk]) -> None:
+        self._ended, self._chunk_rows = now, 0
+        self._decoded = {chunk.request.number for chunk in chunks}
 
     def _reset(self) -> None:
         self._ended, self._chunk_rows, self._debt = None, 0, 0.0

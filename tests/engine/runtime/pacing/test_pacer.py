@@ -253,6 +253,18 @@ def test_a_long_decode_step_is_forgotten(monkeypatch):
     assert busy(machine, one, warm=60)[1] == pytest.approx(before, rel=0.02)
 
 
+def test_the_time_in_which_none_decoded_is_not_that_of_a_step(monkeypatch):
+    """Prompts that are cached as a whole begin to decode at once, minutes after the last answer has ended."""
+    machine = Machine(monkeypatch, flat(TWO), 0.0082)
+    one = Pacer(POLICY, timed(machine.chunk), SEPARATE)
+    for _ in range(9):
+        machine.step(one, decoding(1))
+    machine.now += 300
+    for _ in range(2):
+        machine.step(one, [request(number, 100, decodes=True) for number in (20, 21)])
+    assert one.times.decode(2) == pytest.approx(0.0082)
+
+
 def test_a_chunk_takes_no_more_than_a_larger_one():
     times = StepTimes(POLICY, {32: 0.1, 128: 0.05, 512: 0.08})
     assert [times.chunk(rows) for rows in (20, 100, 256, 512)] == pytest.approx([0.05, 0.05, 0.06, 0.08])
