@@ -25,7 +25,7 @@ from dsv4cli.engine.runtime.step import ComputedStep, StepChoice
 from dsv4cli.engine.runtime.usage import Usage, usage_of
 from dsv4cli.engine.settings import Drafting
 from dsv4cli.errors import NotEnoughMemory
-from dsv4cli.kernels.rows import ROWS_EXACT
+from dsv4cli.kernels.rows import ROWS_ALIKE, ROWS_EXACT
 
 
 class Engine:
@@ -55,15 +55,14 @@ class Engine:
         capacity = replace(capacity, drafts=drafts, chunks=step_ms is not None)
         self.runner = Runner(model, capacity, device)
         # up to this many rows, each row has the same bits as alone; a GPU without `exact` guarantees nothing
-        on_gpu = self.runner.cache.device.type == "cuda"
-        rows = ROWS_EXACT if model.numerics.exact and on_gpu else MAX_SLOTS
-        shared = rows if model.numerics.exact or not on_gpu else None
+        on_gpu, exact = self.runner.cache.device.type == "cuda", ROWS_EXACT if model.numerics.exact else None
+        shared = exact if on_gpu else ROWS_ALIKE
         self._orders = Orders(followers)
         self._orders.add("begin", **asdict(capacity))
-        self._plan = DraftPlan(self.runner.drafts.drafter, drafting, rows) if self.runner.drafts else None
+        drafter = None if self.runner.drafts is None else self.runner.drafts.drafter
+        self._plan = None if drafter is None else DraftPlan(drafter, drafting, shared or MAX_SLOTS)
         self._drawing = LeaderStep(self.runner, self._orders)
-        # a captured chunk pads with one sequence, but holds at least one prompt
-        seconds, most = self.runner.chunk_seconds, max(min(capacity.slots, MAX_SLOTS) - 1, 1)
+        seconds, most = self.runner.chunk_seconds, self.runner.prefill_sequences
         self._pacer = None if step_ms is None else Pacer(PacingPolicy(step_ms / 1e3), seconds, shared, most)
         self._count = 0
 

@@ -24,6 +24,7 @@ from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.runtime.state.capacity import FEWEST_TOKENS, Capacity, prefixes_of
 from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
 from dsv4cli.engine.runtime.step_ahead import StepAhead
+from dsv4cli.engine.runtime.step_sizes import prefill_sequences
 from dsv4cli.engine.system.backend import captures
 from dsv4cli.engine.system.device import step_memory, step_threads, upload
 from dsv4cli.errors import NotEnoughMemory
@@ -70,6 +71,11 @@ class Runner:
     def chunk_seconds(self) -> dict[int, float]:
         """Seconds of captured prefill chunks, measured at capture, by rows. More sizes may be added later."""
         return {} if self._chunks is None else self._chunks.seconds
+
+    @property
+    def prefill_sequences(self) -> int:
+        """The maximum number of sequences in a prefill step."""
+        return prefill_sequences(self._slots)
 
     def add(self, request: Request) -> None:
         """Queue a request. If it is admitted at once, it starts from its longest cached prefix. Raises

@@ -20,6 +20,20 @@ def rows_needed(counts: Sequence[int]) -> int:
     return counts[0] if len(counts) == 1 else max(sum(counts), ROWS_PER_SEQUENCE * len(counts))
 
 
+def prefill_sequences(slots: int) -> int:
+    """Return the maximum number of sequences in a prefill step of an engine that runs this many at once.
+
+    With the padding of a captured step, it equals that of a decode step: kernels are compiled for this number. A step
+    holds at least one prompt.
+    """
+    return max(slots - 1, 1)
+
+
+def sequences_in(rows: int, most: int) -> int:
+    """Return how many sequences a prefill step of this many rows may have, if no step has more than `most`."""
+    return max(min(rows // ROWS_PER_SEQUENCE, most), 1)
+
+
 def chunk_rows(rows: int) -> int:
     """Return the smallest of CHUNK_ROWS that holds this many rows, or the largest."""
     return CHUNK_ROWS[min(bisect_left(CHUNK_ROWS, rows), len(CHUNK_ROWS) - 1)]

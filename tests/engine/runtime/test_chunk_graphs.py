@@ -13,13 +13,14 @@ from dsv4cli.engine.config.capacity import BLOCK_TOKENS, MAX_SLOTS, PREFILL_ROWS
 from dsv4cli.engine.model import moe
 from dsv4cli.engine.runtime import runner
 from dsv4cli.engine.runtime.batch_builder import Extent
+from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.graphs.prefill_graphs import CapturedPrefill
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import StepChoice
-from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, ROWS_PER_SEQUENCE
+from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, ROWS_PER_SEQUENCE, prefill_sequences, sequences_in
 from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.kernels import alike
 from tests.engine.runtime.test_speculation_state import state_of
@@ -85,7 +86,7 @@ def test_the_room_for_others_changes_no_kernel_of_one_prompt(tokens):
         tiles = [entry_tiles(8, width, rows, groups[4]) for width in (128, 512)]
         return tiles, rows >= groups[128] * MANY // 2, rows >= OF_A_SEQUENCE * sequences
 
-    assert chosen(min(max(tokens // ROWS_PER_SEQUENCE, 1), MAX_SLOTS - 1) + 1) == chosen(2)
+    assert chosen(sequences_in(tokens, prefill_sequences(MAX_SLOTS)) + 1) == chosen(2)
 
 
 def read_together(steps: list[list[int]], chunks: bool, drafts: bool):
@@ -135,6 +136,14 @@ def test_which_steps_are_captured(slots, counts, held):
     for number, count in enumerate(counts):
         one.add(Request(text(count, number), Sampling(), Limits(), number=number, end=LONGEST))
     assert (len(one.run().hidden.streams) > sum(counts)) == held
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_as_many_prompts_share_a_step_as_a_captured_one_holds(slots):
+    one = Engine(model_of("mtp"), Capacity(slots, LONGEST), "cpu", step_ms=50)
+    held, most = one.runner._chunks.hold, one._pacer._sequences
+    assert held([(None, [5])] * most)
+    assert not held([(None, [5])] * (most + 1))
 
 
 @pytest.mark.parametrize("count", [2, 33, *slow(5, 50, 90)])

@@ -18,7 +18,7 @@ from dsv4cli.engine.model.transformer import HiddenStates
 from dsv4cli.engine.runtime.batch_builder import Extent, Numbers, batch_of
 from dsv4cli.engine.runtime.graphs.decode_graphs import GraphRunner
 from dsv4cli.engine.runtime.sequence import Sequence
-from dsv4cli.engine.runtime.step_sizes import ROWS_PER_SEQUENCE, rows_needed
+from dsv4cli.engine.runtime.step_sizes import prefill_sequences, rows_needed, sequences_in
 from dsv4cli.engine.system.device import upload
 from dsv4cli.kernels.card import is_there
 
@@ -46,7 +46,7 @@ class PrefillGraphs:
     def hold(self, work: Work) -> bool:
         """Return whether a captured step fits the next tokens of these sequences."""
         rows = rows_needed([len(ids) for _, ids in work])
-        return len(work) <= most_sequences(self._graphs) and rows <= self._sizes()[-1]
+        return len(work) <= _most_sequences(self._graphs) and rows <= self._sizes()[-1]
 
     def run(self, work: Work, on_preparing: Callable[[], None]) -> Output:
         """Return the model's output for the next tokens of these sequences and for padding, and the batch of all rows.
@@ -102,7 +102,7 @@ class CapturedPrefill:
 
     def __init__(self, graphs: GraphRunner, rows: int) -> None:
         self._rows, self._columns, self._padding = rows, graphs.columns, graphs.padding
-        self._most = max(min(rows // ROWS_PER_SEQUENCE, most_sequences(graphs)), 1)
+        self._most = sequences_in(rows, _most_sequences(graphs))
         cache, model, sequences = graphs.cache, graphs.model, self._most + 1
         self._numbers = upload(self._listed([(graphs.padding, [0])]), cache.device)
         ids, few, blocks = self._numbers.split([rows, 4 * sequences, sequences * self._columns])
@@ -152,9 +152,5 @@ class CapturedPrefill:
         return torch.cat((torch.tensor(numbers, device="cpu"), blocks.flatten()))
 
 
-def most_sequences(graphs: GraphRunner) -> int:
-    """Return the maximum number of sequences in a step.
-
-    With padding, it equals that of a decode step: kernels are compiled for this number.
-    """
-    return max(graphs.cache.slots - 2, 1)
+def _most_sequences(graphs: GraphRunner) -> int:
+    return prefill_sequences(graphs.cache.slots - 1)  # one slot is the padding's

@@ -15,7 +15,14 @@ from dsv4cli.engine.runtime.pacing.policy import PacingPolicy
 from dsv4cli.engine.runtime.pacing.step_times import StepTimes
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.step import Chunk, StepChoice
-from dsv4cli.engine.runtime.step_sizes import CHUNK_ROWS, ROWS_PER_SEQUENCE, chunk_rows, rows_needed
+from dsv4cli.engine.runtime.step_sizes import (
+    CHUNK_ROWS,
+    ROWS_PER_SEQUENCE,
+    chunk_rows,
+    prefill_sequences,
+    rows_needed,
+    sequences_in,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Pacer:
         policy: PacingPolicy,
         captured: Mapping[int, float] | None = None,
         shared_rows: int | None = None,
-        sequences: int = MAX_SLOTS - 1,
+        sequences: int = prefill_sequences(MAX_SLOTS),
     ) -> None:
         """Args:
         policy: the target and the limits.
@@ -81,7 +88,7 @@ class Pacer:
         )
         self._pass_over(waiting)
         riding = [request.number for request in decoding] if step.riding else []
-        most = max(min(step.rows // ROWS_PER_SEQUENCE, self._sequences) - len(riding), 1)
+        most = max(sequences_in(step.rows, self._sequences) - len(riding), 1)
         numbers = tuple(request.number for request in waiting[:most])
         # the first prompt may stop early where its state is cached, which leaves rows to others
         return StepChoice(numbers, step.rows, tuple(riding), self._shared_rows or 0)
