@@ -55,7 +55,8 @@ class BoundedProtocol(H11Protocol):
     limits = HttpLimits()
     admitted = late = False
     on_half_close: Callable[[], None] | None = None
-    _timer: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _probing: asyncio.TimerHandle | None = None
     _half_closed = False
 
@@ -74,16 +75,16 @@ class BoundedProtocol(H11Protocol):
             own = transport.get_extra_info("socket")
             own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
-        self._end_after(self.limits.header_seconds)
+        self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
         """Process received bytes, and start or stop the timeout for the headers."""
         super().data_received(data)
         answered = self.cycle is not None and self.cycle.response_complete
         if self.conn.their_state is not h11.IDLE and not answered:
-            self._forget_timer()
-        elif self._timer is None and not self.transport.is_closing():
-            self._end_after(self.limits.header_seconds)
+            self._forget_headers()
+        elif self._header_timer is None and not self.transport.is_closing():
+            self._expect_headers()
 
     def eof_received(self) -> bool:  # type: ignore[override] # asyncio expects a result
         """Handle a client that has closed its sending side: it is gone, or waits for the answer to its request.
@@ -106,9 +107,10 @@ class BoundedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Release the timers of a connection that has closed."""
-        self._forget_timer()
-        if self._probing is not None:
-            self._probing.cancel()
+        self._forget_headers()
+        for timer in (self._write_timer, self._probing):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
@@ -121,17 +123,18 @@ class BoundedProtocol(H11Protocol):
     def pause_writing(self) -> None:
         """Start the write timeout: the client is not reading."""
         super().pause_writing()
-        self._end_after(self.limits.write_seconds)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         """Stop the write timeout: the client has read what was sent."""
-        self._forget_timer()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
         super().resume_writing()
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in progress."""
-        return self.cycle is None or self.cycle.response_complete
+        """Whether no request is in progress, and the client has been sent all of the last response."""
+        return self.cycle is None or (self.cycle.response_complete and not self.flow.write_paused)
 
     @property
     def crowded(self) -> bool:
@@ -179,14 +182,24 @@ class BoundedProtocol(H11Protocol):
         else:
             self._probing = self.loop.call_later(PROBE_SECONDS, self._probe)
 
-    def _end_after(self, seconds: float) -> None:
-        self._forget_timer()
-        self._timer = self.loop.call_later(seconds, self.transport.abort)
+    def _expect_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self.limits.header_seconds, self.transport.abort)
 
-    def _forget_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    def _forget_headers(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _expect_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.limits.write_seconds, self._check_reading, left)
+
+    def _check_reading(self, before: int) -> None:
+        """Abort the connection if as many bytes are left to send as `before`; otherwise check again later."""
+        if self.transport.get_write_buffer_size() < before:
+            self._expect_reading()
+        else:
+            self.transport.abort()
 
 
 def connection_of(scope: Scope) -> BoundedProtocol | None:

@@ -4,13 +4,13 @@ import asyncio
 import json
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.client import HTTPResponse
 
 import pytest
 
-from dsv4cli.engine.server import connections, incoming
+from dsv4cli.engine.server import async_engine, connections, incoming
 from dsv4cli.engine.server.accounts import Accounts
 from dsv4cli.engine.server.api_keys import ApiKey
 from dsv4cli.engine.server.connections import HttpLimits
@@ -237,6 +237,78 @@ def test_a_client_that_does_not_read_ends_its_request(small):
         client.sendall(REQUEST % len(body) + body)
         assert comes(lambda: small.engine.busy)
         assert comes(small.at_rest, 30)
+
+
+@pytest.fixture
+def narrow(small, monkeypatch):
+    """The server, with as small a buffer for what is sent as the system has."""
+    monkeypatch.setattr(connections, "SEND_BUFFER", 1)
+    assert comes(lambda: not small.server.server_state.connections)
+    return small
+
+
+@contextmanager
+def not_reading(server, request):
+    """A client that has sent a request and reads nothing of the answer, and the server's side of its connection."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        client.settimeout(20)
+        client.connect(("127.0.0.1", server.port))
+        client.sendall(request)
+        there = server.server.server_state.connections
+        assert comes(lambda: any(one.flow.write_paused for one in there))
+        yield client, next(iter(there))
+
+
+LONG = b"GET /math.js HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+
+def test_a_client_that_does_not_read_is_gone_whatever_it_sends(narrow, monkeypatch):
+    monkeypatch.setattr(narrow.server.config.http, "limits", replace(LIMITS, write_seconds=60))
+    monkeypatch.setattr(async_engine, "MOST_UNREAD", 1000)
+    body = json.dumps(asking("go on", **ENDLESS, n=4, logprobs=True, top_logprobs=20)).encode()
+    with not_reading(narrow, REQUEST % len(body) + body) as (client, connection):
+        assert comes(lambda: narrow.at_rest() and connection.flow.write_paused)  # no more is sent
+        client.sendall(b"G")
+        assert comes(lambda: connection.conn.trailing_data[0])
+        assert not connection._write_timer.cancelled()
+
+
+def test_headers_that_begin_while_an_answer_is_not_read_must_come_in_time(narrow, monkeypatch):
+    monkeypatch.setattr(narrow.server.config.http, "limits", replace(LIMITS, write_seconds=60))
+    with not_reading(narrow, LONG) as (client, connection):
+        client.sendall(b"GET /hea")
+        assert comes(lambda: connection.conn.trailing_data[0])
+        assert ends(client)
+
+
+def test_a_client_that_reads_slowly_is_not_taken_for_one_that_reads_nothing(narrow, monkeypatch):
+    """One that has read nothing since the last check is gone."""
+    monkeypatch.setattr(narrow.server.config.http, "limits", replace(LIMITS, write_seconds=60))
+    with not_reading(narrow, LONG) as (client, connection):
+        left = connection.transport.get_write_buffer_size()
+        assert client.recv(1 << 14)
+        assert comes(lambda: connection.transport.get_write_buffer_size() < left)
+        narrow.loop.call_soon_threadsafe(connection._check_reading, left)  # the time is over
+        assert narrow.get("/health")[0] == 200
+        assert connection in narrow.server.server_state.connections
+        left = connection.transport.get_write_buffer_size()
+        narrow.loop.call_soon_threadsafe(connection._check_reading, left)
+        assert comes(lambda: connection not in narrow.server.server_state.connections)
+
+
+def test_a_connection_that_still_sends_an_answer_does_not_give_way(keyed, monkeypatch):
+    """The request has ended, what it was answered has not reached the client."""
+    monkeypatch.setattr(connections, "SEND_BUFFER", 1)
+    with ExitStack() as stack:
+        client, connection = stack.enter_context(not_reading(keyed, LONG))
+        assert comes(lambda: connection.cycle.response_complete)
+        others = [stack.enter_context(connected(keyed)) for _ in range(LIMITS.connections)]
+        assert comes(lambda: len(keyed.server.server_state.connections) == LIMITS.connections)
+        response = HTTPResponse(client)
+        response.begin()
+        assert len(response.read()) == int(response.getheader("content-length"))
+        assert len(others) == LIMITS.connections
 
 
 def test_more_clients_than_there_may_be_are_told_so(small):
