@@ -17,7 +17,7 @@ from dsv4cli.kernels.launch import KINDS, Kernel
 # Gluon's names of the dtypes that descriptors support
 NAMES = {
     torch.float8_e4m3fn: "float8e4nv", torch.bfloat16: "bfloat16", torch.int8: "int8", torch.int32: "int32",
-    torch.float16: "float16",
+    torch.float16: "float16", torch.float32: "float32",
 }  # fmt: skip
 
 

@@ -144,8 +144,9 @@ def buffers(width: int, tokens: int) -> tuple[int, int]:
 
     width: columns of the inputs; tokens: most pairs of a chunk.
     """
-    inputs = 2 if SLOTS * STAGE + 2 * width * tokens + REST <= HOPPER_SHARED else 1
-    return min(SLOTS, (HOPPER_SHARED - REST - inputs * width * tokens) // STAGE), inputs
+    each = width * tokens + width // 128 * tokens * 4
+    inputs = 2 if SLOTS * STAGE + 2 * each + REST <= HOPPER_SHARED else 1
+    return min(SLOTS, (HOPPER_SHARED - REST - inputs * each) // STAGE), inputs
 
 
 def mixture(
@@ -244,15 +245,18 @@ def _products(
     inner_inputs = torch.empty(every, inner_width * work.tokens, dtype=torch.int8, device=device)
     inner_scales = torch.empty(every, inner_width // 128 * work.tokens, dtype=torch.float32, device=device)
     chunks, programs = (work.words, work.count, pairs, work.own), (multiprocessors(device),)
+    given, next_given = (
+        _inputs(*one, work.tokens) for one in ((work.inputs, work.scales), (inner_inputs, inner_scales))
+    )
     last = _routed(weights.w2)
     fp8_wgmma.products[programs](
         *_routed(weights.w1), *_routed(weights.w3), *_own((shared or weights).w1, (shared or weights).w3),
-        _inputs(work.inputs), work.scales, *chunks, work.factors, inner, inner_inputs, inner_scales, work.counters,
+        *given, *chunks, work.factors, inner, inner_inputs, inner_scales, work.counters,
         work.turns[:1], limit, inner_width, width, work.narrow, work.tokens, *buffers(width, work.tokens), True,
         shared is not None, **overlap(inner), num_warps=WARPS,
     )  # fmt: skip
     fp8_wgmma.products[programs](
-        *last, *last, *_own((shared or weights).w2, (shared or weights).w2), _inputs(inner_inputs), inner_scales,
+        *last, *last, *_own((shared or weights).w2, (shared or weights).w2), *next_given,
         *chunks, None, outputs, None, None, None, work.turns[1:], limit, width, inner_width, work.narrow, work.tokens,
         *buffers(inner_width, work.tokens), False, shared is not None, **overlap(inner), num_warps=WARPS,
     )  # fmt: skip
@@ -278,7 +282,8 @@ def _own(first: StoredMatrix, second: StoredMatrix) -> "tuple[TensorDescriptor |
     return *codes, *scales
 
 
-def _inputs(inputs: torch.Tensor) -> "TensorDescriptor":
+def _inputs(inputs: torch.Tensor, scales: torch.Tensor, tokens: int) -> "tuple[TensorDescriptor, TensorDescriptor]":
+    """Return inputs as rows of 32 bytes, and the scales of 512 columns of a chunk of `tokens` as rows of four."""
     from dsv4cli.kernels.gluon_launch import gluon_described
 
-    return gluon_described(inputs.view(-1, 32), (128, 32))
+    return gluon_described(inputs.view(-1, 32), (128, 32)), gluon_described(scales.view(-1, 4), (tokens, 4))

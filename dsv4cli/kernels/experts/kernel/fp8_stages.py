@@ -169,6 +169,12 @@ def _scale_of(first, second, place, line):
 
 
 @gluon.jit
+def _factors(scales, number, TOKENS: gl.constexpr):
+    """Return the inputs' scales of 128 columns."""
+    return scales.index(number).load(gl.SliceLayout(0, held(TOKENS)))
+
+
+@gluon.jit
 def steps(is_own, K: gl.constexpr, SHARED: gl.constexpr):
     """Return the number of stages of a unit."""
     return gl.where(is_own, K // STAGE, K // 2 // STAGE) if SHARED else K // 2 // STAGE
@@ -176,35 +182,38 @@ def steps(is_own, K: gl.constexpr, SHARED: gl.constexpr):
 
 @gluon.jit
 def unit_sums(
-    is_own, row, number, begin, scale, stages, given, own_scales,
-    K: gl.constexpr, STRIDE: gl.constexpr, SHARED: gl.constexpr,
+    is_own, row, number, begin, stages, given, scales, own_scales,
+    K: gl.constexpr, TIMES: gl.constexpr, SHARED: gl.constexpr,
 ):  # fmt: skip
     """Return a unit's sums [ROWS, TOKENS].
 
     Args:
         row: the unit's first row of weights.
         number: the number of its first stage.
-        begin: the first block of its inputs in `given`.
-        scale: pointer to the inputs' scales of the first 128 columns. Those of the next ones are STRIDE further.
+        given: inputs in blocks of 32 columns, of which those from `begin` on are the unit's.
+        scales: the inputs' scales, those of 128 columns at every `TIMES`-th index from `begin // 4` on.
     """
-    codes, scales, _units, filled, freed = stages
+    codes, weight_scales, _units, filled, freed = stages
     TOKENS: gl.constexpr = given.shape[1]
     sums = gl.full([ROWS, TOKENS], 0.0, gl.float32, held(TOKENS))
-    scale += gl.arange(0, TOKENS, layout=gl.SliceLayout(0, held(TOKENS)))
     line = gl.arange(0, ROWS, layout=gl.SliceLayout(1, held(TOKENS)))
     if SHARED and is_own:
         place = row // 128 * (K // 128)
         for step in range(K // STAGE):
-            factors = gl.load(scale + step * 2 * STRIDE), gl.load(scale + (step * 2 + 1) * STRIDE)
             one = _scale_of(own_scales[0], own_scales[1], place + step * 2, line)
             two = _scale_of(own_scales[0], own_scales[1], place + step * 2 + 1, line)
             await_filled(filled, number + step)
+            near = begin // 4 + step * 2 * TIMES
+            factors = _factors(scales, near, TOKENS), _factors(scales, near + TIMES, TOKENS)
             sums = _shared_stage(sums, codes, freed, given, begin + step * 8, factors, (one, two), number + step)
     else:
         for step in range(K // 2 // STAGE):
-            near = scale + step * 4 * STRIDE
-            factors = gl.load(near), gl.load(near + STRIDE), gl.load(near + 2 * STRIDE), gl.load(near + 3 * STRIDE)
             await_filled(filled, number + step)
-            sums = _routed_stage(sums, codes, scales, freed, given, begin + step * 16, factors, number + step)
+            near = begin // 4 + step * 4 * TIMES
+            factors = (
+                _factors(scales, near, TOKENS), _factors(scales, near + TIMES, TOKENS),
+                _factors(scales, near + 2 * TIMES, TOKENS), _factors(scales, near + 3 * TIMES, TOKENS),
+            )  # fmt: skip
+            sums = _routed_stage(sums, codes, weight_scales, freed, given, begin + step * 16, factors, number + step)
         sums *= FACTOR
     return sums

@@ -95,24 +95,33 @@ def _bring_codes(first, second, row, later, column, at, codes, barrier):
 
 @gluon.jit
 def _bring_inputs(
-    inputs, chunk, size, number, given, input_filled, input_freed, NARROW: gl.constexpr, TOKENS: gl.constexpr
+    inputs, input_scales, chunk, size, number, of_inputs, NARROW: gl.constexpr, TOKENS: gl.constexpr
 ):  # fmt: skip
-    """Load the inputs of a chunk of `size` pairs into the next buffer: for a narrow chunk, its first parts only."""
+    """Load the inputs of a chunk of `size` pairs into the next buffer, and their scales.
+
+    Of a narrow chunk's inputs, it loads the first parts only.
+    """
+    given, factors, input_filled, input_freed = of_inputs
     buffers: gl.constexpr = input_filled.shape[0]
     parts: gl.constexpr = given.shape[0] // buffers
     narrow: gl.constexpr = parts * NARROW // TOKENS
+    some: gl.constexpr = factors.shape[0] // buffers
     await_freed(input_freed, number)
     slot = number % buffers
     barrier = input_filled.index(slot)
     needed = parts
     if size <= NARROW:
         needed = narrow
-        mbarrier.expect(barrier, narrow * INPUT_ROWS * 32)
+        mbarrier.expect(barrier, narrow * INPUT_ROWS * 32 + some * TOKENS * 16)
     else:
-        mbarrier.expect(barrier, parts * INPUT_ROWS * 32)
+        mbarrier.expect(barrier, parts * INPUT_ROWS * 32 + some * TOKENS * 16)
     for part in range(needed):
         tma.async_copy_global_to_shared(
             inputs, [(chunk * parts + part) * INPUT_ROWS, 0], barrier, given.index(slot * parts + part)
+        )
+    for part in range(some):
+        tma.async_copy_global_to_shared(
+            input_scales, [(chunk * some + part) * TOKENS, 0], barrier, factors.index(slot * some + part)
         )
 
 
@@ -140,7 +149,7 @@ def _late(is_first, BUFFERS: gl.constexpr, LATE: gl.constexpr, BOTH: gl.constexp
 
 @gluon.jit
 def _bring(
-    routed, shared, inputs, chunks, turns, total, own, stages, of_inputs,
+    routed, shared, inputs, input_scales, chunks, turns, total, own, stages, of_inputs,
     N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr,
     SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
@@ -150,7 +159,7 @@ def _bring(
     """
     first, first_scale, second, second_scale = routed
     codes, scales, units, filled, freed = stages
-    given, input_filled, input_freed = of_inputs
+    BUFFERS: gl.constexpr = of_inputs[3].shape[0]
     SLOTS: gl.constexpr = filled.shape[0]
     EACH: gl.constexpr = HALF if BOTH else ROWS
     LATER: gl.constexpr = 0 if BOTH else HALF
@@ -164,14 +173,15 @@ def _bring(
         for turn in range(begin, end):
             mine = _unit(turn, total, own, programs)
             chunk = mine // (N // EACH)
-            is_own, expert, _position, size = _chunk(chunks, chunk, TOKENS)
+            is_own, expert, position, size = _chunk(chunks, chunk, TOKENS)
             row = expert * N + mine % (N // EACH) * EACH
-            late = _late(turn == start, input_filled.shape[0], LATE, BOTH)
+            late = _late(turn == start, BUFFERS, LATE, BOTH)
             for step in range(steps(is_own, K, SHARED)):
                 await_freed(freed, number)
                 at = number % SLOTS
                 if step == 0:
-                    units.index(at).store(gl.full([1], mine, gl.int32, ONE))
+                    units.index(at * 2).store(gl.full([1], mine, gl.int32, ONE))
+                    units.index(at * 2 + 1).store(gl.full([1], position << 8 | size, gl.int32, ONE))
                 barrier = filled.index(at)
                 if SHARED and is_own:
                     mbarrier.expect(barrier, ROWS * STAGE)
@@ -184,25 +194,25 @@ def _bring(
                     tma.async_copy_global_to_shared(second_scale, [row + LATER, step * WORDS], barrier, further)
                 if step == late and chunk != before:
                     _wait_once(before, BOTH, OVERLAP)
-                    _bring_inputs(inputs, chunk, size, buffer, given, input_filled, input_freed, NARROW, TOKENS)
+                    _bring_inputs(inputs, input_scales, chunk, size, buffer, of_inputs, NARROW, TOKENS)
                     buffer += 1
                     before = chunk
                 number += 1
         begin, end = _batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
     await_freed(freed, number)
-    units.index(number % SLOTS).store(gl.full([1], -1, gl.int32, ONE))
+    units.index(number % SLOTS * 2).store(gl.full([1], -1, gl.int32, ONE))
     tell(filled, number)
 
 
 @gluon.jit
 def _store_unit(
-    sums, out, routing, unit, row, position, size, of_rounding, ended, limit, N: gl.constexpr, BOTH: gl.constexpr
+    sums, out, factor, unit, row, position, size, of_rounding, ended, limit, N: gl.constexpr, BOTH: gl.constexpr
 ):  # fmt: skip
     """Store a unit's results of w2, or, if BOTH, of w1 and w3, and signal `_round`.
 
     Args:
         sums: fp32 [ROWS, width of the chunk].
-        routing: pointer to the chunk's routing weights; None for w2.
+        factor: the chunk's routing weights; None for w2.
         row: first row of the results.
         position, size: first position of the chunk's pairs, and their number.
         ended: the number of units of this program before this one.
@@ -215,7 +225,7 @@ def _store_unit(
         value = gl.reshape(gated_values(gate, up, limit), [HALF, WIDTH])
         kept: gl.constexpr = value.type.layout
         token = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, kept))
-        value *= gl.expand_dims(gl.load(routing + token), 0)
+        value *= gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(0, kept)), 0)
         lines = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, kept))
         to = out + (gl.expand_dims((position + token).to(gl.int64) * N, 0) + gl.expand_dims(lines, 1))
         await_freed(read, ended)
@@ -231,47 +241,85 @@ def _store_unit(
 
 
 @gluon.jit
+def _next_unit(units, filled, number):
+    """Return the unit that begins with stage `number`, or -1, and the first position and size of its chunk."""
+    await_filled(filled, number)
+    at = number % filled.shape[0] * 2
+    unit = gl.max(units.index(at).load(EACH_WARP), 0)
+    place = gl.max(units.index(at + 1).load(EACH_WARP), 0)
+    return unit, place >> 8, place & 255
+
+
+@gluon.jit
+def _compute_unit(
+    item, given, scales, number, buffer, routing, out, own_scales, stages, of_rounding, limit,
+    N: gl.constexpr, K: gl.constexpr, TIMES: gl.constexpr, BOTH: gl.constexpr, SHARED: gl.constexpr,
+):  # fmt: skip
+    """Compute a unit from stage `number` on, and store it.
+
+    Args:
+        item: the unit; whether it is one of the shared expert; first row of results; first position and size of its
+            chunk; the number of units of this program before this one.
+        given, scales: inputs and their scales, as views with the width of the product.
+        buffer: where the chunk's inputs are.
+        routing: pointer to the chunk's routing weights, if BOTH.
+        TIMES: how often the width of the product fits into that of the widest.
+    """
+    unit, is_own, row, position, size, ended = item
+    WIDTH: gl.constexpr = given.shape[1]
+    factor = None
+    if BOTH:
+        factor = gl.load(routing + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, held(WIDTH))))
+    sums = unit_sums(
+        is_own, row, number, buffer * (K // 32) * TIMES, stages, given, scales, own_scales, K, TIMES, SHARED
+    )  # fmt: skip
+    _store_unit(sums, out, factor, unit, row, position, size, of_rounding, ended, limit, N, BOTH)
+
+
+@gluon.jit
 def _multiply(
-    out, routing, input_scales, chunks, own_scales, stages, of_inputs, of_rounding, limit,
+    out, routing, own, own_scales, stages, of_inputs, of_rounding, limit,
     N: gl.constexpr, K: gl.constexpr, NARROW: gl.constexpr, TOKENS: gl.constexpr, BOTH: gl.constexpr,
     SHARED: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """Multiply the units that `_bring` loads, and store bf16 results by position."""
     _codes, _scales, units, filled, _freed = stages
-    buffers, input_filled, input_freed = of_inputs
+    buffers, scales, input_filled, input_freed = of_inputs
     BUFFERS: gl.constexpr = input_filled.shape[0]
     EACH: gl.constexpr = HALF if BOTH else ROWS
     TIMES: gl.constexpr = TOKENS // NARROW
     given = buffers._reinterpret(gl.float8e4nv, [BUFFERS * (K // 32), TOKENS, 32], INPUTS)
     narrow = buffers._reinterpret(gl.float8e4nv, [BUFFERS * (K // 32) * TIMES, NARROW, 32], INPUTS)
+    factors = scales._reinterpret(gl.float32, [BUFFERS * (K // 128), TOKENS], PLAIN)
+    narrow_factors = scales._reinterpret(gl.float32, [BUFFERS * (K // 128) * TIMES, NARROW], PLAIN)
     number, buffer, ended, before = 0, -1, 0, -1
     if not BOTH:
         wait_for_inputs(OVERLAP)
-    await_filled(filled, 0)
-    unit = gl.max(units.index(0).load(EACH_WARP), 0)
+    unit, position, size = _next_unit(units, filled, 0)
     while unit >= 0:
         chunk, row = unit // (N // EACH), unit % (N // EACH) * EACH
-        is_own, _expert, position, size = _chunk(chunks, chunk, TOKENS)
+        is_own = chunk < (own + TOKENS - 1) // TOKENS
         if chunk != before:
             if before >= 0:
                 tell(input_freed, buffer)
             buffer += 1
             before = chunk
             await_filled(input_filled, buffer)
-        begin, scale = buffer % BUFFERS * (K // 32), input_scales + chunk * (K // 128 * TOKENS)
-        factor = routing + chunk * TOKENS if BOTH else None
+        slot, item = buffer % BUFFERS, (unit, is_own, row, position, size, ended)
+        weights = routing + chunk * TOKENS if BOTH else None
         if TOKENS > NARROW and size > NARROW:
-            wide = unit_sums(is_own, row, number, begin, scale, stages, given, own_scales, K, TOKENS, SHARED)
-            _store_unit(wide, out, factor, unit, row, position, size, of_rounding, ended, limit, N, BOTH)
-        else:
-            sums = unit_sums(
-                is_own, row, number, begin * TIMES, scale, stages, narrow, own_scales, K, TOKENS, SHARED
+            _compute_unit(
+                item, given, factors, number, slot, weights, out, own_scales, stages, of_rounding, limit, N, K, 1,
+                BOTH, SHARED,
             )  # fmt: skip
-            _store_unit(sums, out, factor, unit, row, position, size, of_rounding, ended, limit, N, BOTH)
+        else:
+            _compute_unit(
+                item, narrow, narrow_factors, number, slot, weights, out, own_scales, stages, of_rounding, limit, N, K,
+                TIMES, BOTH, SHARED,
+            )  # fmt: skip
         number += steps(is_own, K, SHARED)
         ended += 1
-        await_filled(filled, number)
-        unit = gl.max(units.index(number % units.shape[0]).load(EACH_WARP), 0)
+        unit, position, size = _next_unit(units, filled, number)
     if BOTH:
         tickets, stored, read = of_rounding
         await_freed(read, ended)
@@ -332,14 +380,14 @@ def products(
     own_first, own_second,  # descriptors of the shared expert's codes [N, K], if SHARED
     own_first_scale, own_second_scale,  # uint8 [N / 128, K / 128] e8m0
     inputs,  # descriptor of e4m3 [chunks * K / 32 * TOKENS, 32], as `fp8_inputs` stores them
-    input_scales,  # fp32 [chunks, K / 128, TOKENS]
+    input_scales,  # descriptor of fp32 [chunks * K / 512 * TOKENS, 4] with dimensions [chunks, K / 128, TOKENS]
     words,  # int64, chunks of routed experts as few_tokens_prepare.chunk_parts reads them
     count,  # int32: how many there are
     pairs,
     own,  # tokens of the shared expert, or 0
     routing,  # fp32 [chunks, TOKENS], if BOTH
     out,  # bf16 [pairs + own, N] by position
-    next_inputs, next_scales,  # of w2, in the form of inputs and input_scales, if BOTH
+    next_inputs, next_scales,  # of w2, int8 and fp32 in the form of inputs and input_scales, if BOTH
     counters,  # int32 [chunks, N / 128] zeros, if BOTH
     turns,  # int32, 0: batches that were taken
     limit,
@@ -351,7 +399,8 @@ def products(
     scales = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, HALF, WORDS], first_scale.layout)
     parts: gl.constexpr = K * TOKENS // (INPUT_ROWS * 32)
     given = gl.allocate_shared_memory(gl.int8, [BUFFERS * parts, INPUT_ROWS, 32], inputs.layout)
-    units = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], PLAIN)
+    factors = gl.allocate_shared_memory(gl.float32, [BUFFERS * (K // 512), TOKENS, 4], input_scales.layout)
+    units = gl.allocate_shared_memory(gl.int32, [SLOTS * 2, 1], PLAIN)
     tickets = gl.allocate_shared_memory(gl.int32, [TICKETS, 1], PLAIN)
     filled, freed = ring(SLOTS, 1, 1)
     input_filled, input_freed = ring(BUFFERS, 1, 1)
@@ -362,18 +411,18 @@ def products(
     each: gl.constexpr = N // (HALF if BOTH else ROWS)
     own_units = (own + TOKENS - 1) // TOKENS * each
     total = gl.load(count, cache_modifier=".cg") * each + own_units
-    stages, of_inputs = (codes, scales, units, filled, freed), (given, input_filled, input_freed)
+    stages, of_inputs = (codes, scales, units, filled, freed), (given, factors, input_filled, input_freed)
     chunks, routed, shared = (words, pairs, own), (first, first_scale, second, second_scale), (own_first, own_second)
     of_rounding = (tickets, stored, read)
     gl.warp_specialize(
         [
             (_multiply, (
-                out, routing, input_scales, chunks, (own_first_scale, own_second_scale), stages, of_inputs, of_rounding,
+                out, routing, own, (own_first_scale, own_second_scale), stages, of_inputs, of_rounding,
                 limit, N, K, NARROW, TOKENS, BOTH, SHARED, OVERLAP,
             )),
             (_bring, (
-                routed, shared, inputs, chunks, turns, total, own_units, stages, of_inputs, N, K, NARROW, TOKENS, BOTH,
-                SHARED, OVERLAP,
+                routed, shared, inputs, input_scales, chunks, turns, total, own_units, stages, of_inputs, N, K, NARROW,
+                TOKENS, BOTH, SHARED, OVERLAP,
             )),
             (_round, (out, chunks, next_inputs, next_scales, counters, of_rounding, N, NARROW, TOKENS, BOTH)),
         ],
