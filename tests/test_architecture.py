@@ -258,6 +258,7 @@ def test_gluon_is_imported_where_it_is_used():
         "dsv4cli.kernels.hyper_connections.kernel.warp_specialized",
         "dsv4cli.kernels.experts.kernel.fp8_layouts",
         "dsv4cli.kernels.experts.kernel.fp8_stages",
+        "dsv4cli.kernels.experts.kernel.fp8_units",
         "dsv4cli.kernels.experts.kernel.fp8_wgmma",
         "dsv4cli.kernels.experts.kernel.ggml_int8",
         "dsv4cli.kernels.experts.kernel.ggml_stages",

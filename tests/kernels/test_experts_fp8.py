@@ -149,15 +149,15 @@ def test_products_in_an_interpreter(tokens, count, buffers, programs, triton_bac
     [(0, 0, 4), (5, 0, 4), (3, 3, 4), (7, 4, 8), (40, 40, 4), (40, 36, 4), (5000, 64, 132)],
 )
 def test_units_of_the_shared_expert_follow_the_first_batches(total, own, programs):
-    from dsv4cli.kernels.experts.kernel.fp8_wgmma import _batch, _unit
+    from dsv4cli.kernels.experts.kernel.fp8_units import batch, unit_of
     from tests.support.gluon_interpreter import called
 
-    batches = [range(*map(int, called(_batch, number, total, programs))) for number in range(programs + total)]
+    batches = [range(*map(int, called(batch, number, total, programs))) for number in range(programs + total)]
     assert [turn for batch in batches for turn in batch] == list(range(total))
     # three quarters of all units, in equal parts
     each = max(total * 3 // 4 // programs, 1)
     assert {len(batch) for batch in batches[:programs]} <= ({each} if total >= programs else {0, 1})
-    units = [int(called(_unit, turn, total, own, programs)) for turn in range(total)]
+    units = [int(called(unit_of, turn, total, own, programs)) for turn in range(total)]
     assert sorted(units) == list(range(total))
     early = min(each * programs, total - own)
     assert units[early : early + own] == list(range(own))

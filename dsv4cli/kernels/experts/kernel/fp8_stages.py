@@ -202,18 +202,18 @@ def unit_sums(
         for step in range(K // STAGE):
             one = _scale_of(own_scales[0], own_scales[1], place + step * 2, line)
             two = _scale_of(own_scales[0], own_scales[1], place + step * 2 + 1, line)
-            await_filled(filled, number + step)
             near = begin // 4 + step * 2 * TIMES
             factors = _factors(scales, near, TOKENS), _factors(scales, near + TIMES, TOKENS)
             sums = _shared_stage(sums, codes, freed, given, begin + step * 8, factors, (one, two), number + step)
+            await_filled(filled, number + step + 1)
     else:
         for step in range(K // 2 // STAGE):
-            await_filled(filled, number + step)
             near = begin // 4 + step * 4 * TIMES
             factors = (
                 _factors(scales, near, TOKENS), _factors(scales, near + TIMES, TOKENS),
                 _factors(scales, near + 2 * TIMES, TOKENS), _factors(scales, near + 3 * TIMES, TOKENS),
             )  # fmt: skip
             sums = _routed_stage(sums, codes, weight_scales, freed, given, begin + step * 16, factors, number + step)
+            await_filled(filled, number + step + 1)
         sums *= FACTOR
     return sums

@@ -9,8 +9,8 @@ multiplied by the block's scale in fp32. A third partition, one warp, rounds the
 The product of a chunk of up to NARROW pairs has NARROW columns, any other one TOKENS. Sums depend neither on the other
 tokens of a chunk nor on the number of columns of the product.
 
-The shared expert's chunks come first, but its units are computed after the first batches (`_unit`). Its e4m3 weights
-need no decoding, and their stages have 256 columns.
+The shared expert's chunks come first, but its units are computed after the first batches (`fp8_units.unit_of`). Its
+e4m3 weights need no decoding, and their stages have 256 columns.
 """
 
 from triton.experimental import gluon
@@ -21,6 +21,7 @@ from dsv4cli.kernels.block_scale.kernel import FP8_FLOOR, FP8_LARGEST, power_of_
 from dsv4cli.kernels.experts.kernel.fp8_inputs import place
 from dsv4cli.kernels.experts.kernel.fp8_layouts import EACH_WARP, INNER, INPUTS, ONE, PLAIN, held
 from dsv4cli.kernels.experts.kernel.fp8_stages import ROWS, STAGE, steps, unit_sums
+from dsv4cli.kernels.experts.kernel.fp8_units import batch, chunk_of, unit_of
 from dsv4cli.kernels.experts.kernel.grouped_gemm import gated_values
 from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell, wait_for_inputs
 from dsv4cli.kernels.gluon_launch import gluon_launched
@@ -33,55 +34,6 @@ TILE, WORDS, INPUT_ROWS = gl.constexpr(128), gl.constexpr(4), gl.constexpr(128)
 TICKETS = gl.constexpr(4)
 # registers per thread of the warp that brings stages, and of the one that rounds
 BRINGING, ROUNDING = gl.constexpr(40), gl.constexpr(88)
-
-
-@gluon.jit
-def _first_batch(total, programs):
-    """Return the number of units in the first batch of each program."""
-    return gl.maximum(total * 3 // 4 // programs, 1)
-
-
-@gluon.jit
-def _batch(number, total, programs):
-    """Return the first turn of a batch and its end (exclusive); `_unit` is the unit of a turn.
-
-    The first batches, one per program, divide three quarters of all units equally, so that inputs stay in shared
-    memory. The next ones divide half of the rest, and so on down to single units.
-    """
-    begin, size = 0, _first_batch(total, programs)
-    for _ in range(number // programs):
-        begin += size * programs
-        size = gl.maximum((total - begin) // 2 // programs, 1)
-    begin += number % programs * size
-    return begin, gl.minimum(begin + size, total)
-
-
-@gluon.jit
-def _unit(turn, total, own, programs):
-    """Return the unit whose turn it is: the turns of the shared expert's `own` units follow those of first batches.
-
-    They take twice as long as others. In first batches, they would end last.
-    """
-    early = gl.minimum(_first_batch(total, programs) * programs, total - own)
-    unit = gl.where(turn < early + own, turn - early, turn)
-    return gl.where(turn < early, turn + own, unit)
-
-
-@gluon.jit
-def _chunk(chunks, number, TOKENS: gl.constexpr):
-    """Return whether a chunk is the shared expert's, the expert's row in the stacks, the first position, and the size.
-
-    chunks: the words of routed experts' chunks, the number of pairs, and the number of tokens of the shared expert,
-    whose chunks come first.
-    """
-    words, pairs, own = chunks
-    shared = (own + TOKENS - 1) // TOKENS
-    word = gl.load(words + gl.maximum(number - shared, 0), cache_modifier=".cg")
-    is_own, first = number < shared, number * TOKENS
-    row = gl.where(is_own, 0, (word >> 32).to(gl.int32))
-    position = gl.where(is_own, pairs + first, ((word & 0xFFFFFFFF) >> 8).to(gl.int32))
-    size = gl.where(is_own, gl.minimum(own - first, TOKENS), (word & 255).to(gl.int32))
-    return is_own, row, position, size
 
 
 @gluon.jit
@@ -167,13 +119,13 @@ def _bring(
     LATE: gl.constexpr = (STEPS if STEPS < SLOTS else SLOTS) - 1
     number, buffer, before = 0, 0, -1
     programs = gl.num_programs(0)
-    begin, end = _batch(gl.program_id(0), total, programs)
+    begin, end = batch(gl.program_id(0), total, programs)
     start = begin
     while begin < end:
         for turn in range(begin, end):
-            mine = _unit(turn, total, own, programs)
+            mine = unit_of(turn, total, own, programs)
             chunk = mine // (N // EACH)
-            is_own, expert, position, size = _chunk(chunks, chunk, TOKENS)
+            is_own, expert, position, size = chunk_of(chunks, chunk, TOKENS)
             row = expert * N + mine % (N // EACH) * EACH
             late = _late(turn == start, BUFFERS, LATE, BOTH)
             for step in range(steps(is_own, K, SHARED)):
@@ -198,7 +150,7 @@ def _bring(
                     buffer += 1
                     before = chunk
                 number += 1
-        begin, end = _batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
+        begin, end = batch(programs + gl.atomic_add(turns, 1, sem="relaxed"), total, programs)
     await_freed(freed, number)
     units.index(number % SLOTS * 2).store(gl.full([1], -1, gl.int32, ONE))
     tell(filled, number)
@@ -241,10 +193,9 @@ def _store_unit(
 
 
 @gluon.jit
-def _next_unit(units, filled, number):
+def _next_unit(units, number):
     """Return the unit that begins with stage `number`, or -1, and the first position and size of its chunk."""
-    await_filled(filled, number)
-    at = number % filled.shape[0] * 2
+    at = number % (units.shape[0] // 2) * 2
     unit = gl.max(units.index(at).load(EACH_WARP), 0)
     place = gl.max(units.index(at + 1).load(EACH_WARP), 0)
     return unit, place >> 8, place & 255
@@ -295,7 +246,8 @@ def _multiply(
     number, buffer, ended, before = 0, -1, 0, -1
     if not BOTH:
         wait_for_inputs(OVERLAP)
-    unit, position, size = _next_unit(units, filled, 0)
+    await_filled(filled, 0)
+    unit, position, size = _next_unit(units, 0)
     while unit >= 0:
         chunk, row = unit // (N // EACH), unit % (N // EACH) * EACH
         is_own = chunk < (own + TOKENS - 1) // TOKENS
@@ -319,7 +271,7 @@ def _multiply(
             )  # fmt: skip
         number += steps(is_own, K, SHARED)
         ended += 1
-        unit, position, size = _next_unit(units, filled, number)
+        unit, position, size = _next_unit(units, number)
     if BOTH:
         tickets, stored, read = of_rounding
         await_freed(read, ended)
@@ -335,7 +287,7 @@ def _round_block(
     slot = gl.arange(0, 8, layout=gl.SliceLayout(1, INNER))
     column = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, INNER))
     chunk, part = block // (N // BLOCK), block % (N // BLOCK)
-    is_own, _expert, position, size = _chunk(chunks, chunk, TOKENS)
+    is_own, _expert, position, size = chunk_of(chunks, chunk, TOKENS)
     width = gl.where(size > NARROW, TOKENS, NARROW)
     at = gl.where(is_own, place(column, width, False), place(column, width, True))
     for eight in range((size + 7) // 8):
