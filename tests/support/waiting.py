@@ -1,7 +1,7 @@
 """Waiting for an event of another thread or process."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 # a guard against waiting forever, not an expectation: what takes milliseconds alone may take seconds on a busy machine
 GUARD_SECONDS = 60.0
@@ -15,3 +15,8 @@ def comes(holds: Callable[[], bool], seconds: float = GUARD_SECONDS) -> bool:
             return False
         time.sleep(0.01)
     return True
+
+
+def says(words: str, lines: Iterable[str]) -> bool:
+    """Read lines of a program until one has these words and return True, or False where it ends before."""
+    return any(words in line for line in lines)

@@ -20,7 +20,7 @@ from dsv4cli.errors import NotEnoughMemory, RankLost, UnsoundResult
 from tests.engine.chat.test_conversation import dialogue, user
 from tests.support.program import ROOT, gone
 from tests.support.small_model import model, prompts
-from tests.support.waiting import comes
+from tests.support.waiting import comes, says
 
 CHAT = [sys.executable, "-m", "dsv4cli", "chat", "--tp", "2", "--temperature", "0", "--no-history"]
 # goes on for minutes, whatever is asked
@@ -179,8 +179,7 @@ def test_a_rank_that_is_killed_ends_the_conversation(tmp_path, moment):
     ask(program, "hi")
     [follower] = ranks(program)
     if moment == "between answers":
-        while "first token after" not in program.stderr.readline():
-            pass
+        assert says("first token after", program.stderr)
     os.kill(follower, signal.SIGKILL)
     _, err = program.communicate("Who?\n", SECONDS)
     assert program.returncode == 1
