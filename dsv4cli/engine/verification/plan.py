@@ -113,15 +113,17 @@ def _answerable(server: CheckedServer, check: Check) -> Check:
 
 
 def cost_of(checks: Sequence[Check]) -> PlannedCost:
-    """Return the cost of checks."""
+    """Return the cost of checks. A request that several checks judge is made once."""
     requests = tokens_in = tokens_out = 0
+    made: set[str] = set()
     for step in (step for check in checks if not check.skip for step in check.steps):
         if step.most:
             requests += step.most
             tokens_in += step.tokens_in
             tokens_out += step.tokens_out
             continue
-        calls = step.plan({})
+        calls = [call for call in step.plan({}) if call.key not in made]
+        made.update(call.key for call in calls)
         requests += len(calls)
         tokens_in += sum(call.tokens_in for call in calls)
         tokens_out += sum(call.tokens_out for call in calls)

@@ -23,7 +23,7 @@ def thinking_checks(server: CheckedServer, *, quick: bool) -> list[Check]:
     """Return the checks of the thinking mode."""
     questions = QUESTIONS[: 1 if quick else None]
     on = [server.chat(f"replies.reasoning/{n}", text, level="high", most=REASONED) for n, text in enumerate(questions)]
-    return [_reasoning(on), _thinking_off(server, questions, on), _efforts(server)]
+    return [_reasoning(on), _thinking_off(server, questions, on), _efforts(server, on[0])]
 
 
 def _reasoning(calls: Sequence[ApiCall]) -> Check:
@@ -147,13 +147,12 @@ def _always_thinks(off: ChatAnswer, on: ChatAnswer, raw: str) -> bool:
     return same and not on.reasoning and len(wanted) >= LEAST and mine[:LEAST] != wanted[:LEAST]
 
 
-def _efforts(server: CheckedServer) -> Check:
-    levels = ("high", "max")
-    calls = [server.chat(f"replies.efforts/{level}", QUESTIONS[0], level=level, most=1) for level in levels]
+def _efforts(server: CheckedServer, high: ApiCall) -> Check:
+    calls = [high, server.chat("replies.efforts/max", QUESTIONS[0], level="max", most=1)]
 
     def judge(replies: Replies) -> Iterator[Problem]:
         counts = [answer.count("prompt_tokens") for _, answer in readable(calls, replies)]
-        if len(counts) == len(levels) and None not in counts and counts[0] == counts[1]:
+        if len(counts) == len(calls) and None not in counts and counts[0] == counts[1]:
             yield Problem(
                 "reasoning_effort does not change the prompt",
                 [f"the prompts of efforts high and max both have {counts[0]:,} tokens"],
