@@ -18,8 +18,8 @@ from dsv4cli.kernels.hyper_connections.kernel import hopper
     ("card", "tokens", "streams", "width", "lines", "dtype", "suits"),
     [
         ("h200", 4096, 4, 4096, 24, torch.bfloat16, True),
-        ("h100", 1024, 4, 7168, 24, torch.bfloat16, True),
-        ("h200", 1023, 4, 4096, 24, torch.bfloat16, False),
+        ("h100", 768, 4, 7168, 24, torch.bfloat16, True),
+        ("h200", 767, 4, 4096, 24, torch.bfloat16, False),
         ("h200", 4096, 2, 4096, 24, torch.bfloat16, False),
         ("h200", 4096, 4, 4112, 24, torch.bfloat16, False),
         ("h200", 4096, 4, 4096, 8, torch.bfloat16, False),
@@ -56,6 +56,7 @@ def test_which_streams_warps_share(card, tokens, streams, width, lines, dtype, s
         (8192, 2),  # 128 programs, one after the other takes 64 steps
         (4096, 4),
         (1024, 16),
+        (768, 16),
         (5000, 3),  # 120 programs of 43 steps
         (1500, 11),
         (20_000, 4),
@@ -110,7 +111,7 @@ def test_a_step_of_sublayers_takes_them(triton_backend, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("tokens", "width"),
-    [(1024, 4096), (1025, 64), (1153, 96), (1500, 7168), (4096, 4096), (8192, 4096)],  # fewer steps than slots too
+    [(768, 4096), (1025, 64), (1153, 96), (1500, 7168), (4096, 4096), (8192, 4096)],  # fewer steps than slots too
 )
 def test_streams_are_those_of_triton(tokens, width, monkeypatch):
     if not torch.cuda.is_available() or not HOPPER <= torch.cuda.get_device_capability() < BLACKWELL:

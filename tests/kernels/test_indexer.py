@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from dsv4cli.kernels.block_scale import dequantise, fp4_codes, fp4_round
+from dsv4cli.kernels.card import CARDS, described
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.indexer import (
     IndexEntries,
@@ -76,18 +77,21 @@ def test_scores_round_each_step(shape, stored):
 
 @pytest.mark.usefixtures("triton_backend")
 @pytest.mark.parametrize(
-    ("tokens", "sequences", "entries", "operand"),
+    ("tokens", "sequences", "entries", "operand", "each"),
     [
-        pytest.param(1, 1, 70, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(1, 1, 33, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(32, 2, 130, torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param(32, 2, 70, torch.float8_e4m3fn, marks=pytest.mark.slow),
-        (16, 1, 33, torch.float8_e4m3fn),
+        *slow_rows(
+            (1, 1, 70, torch.bfloat16, 64),
+            (1, 1, 33, torch.bfloat16, 64),
+            (32, 2, 130, torch.bfloat16, 64),
+            (40, 2, 70, torch.float8_e4m3fn, 8),  # a program has tokens of both sequences
+        ),
+        (16, 1, 33, torch.float8_e4m3fn, 8),
     ],
 )
-def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entries, operand, monkeypatch):
+def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entries, operand, each, monkeypatch):
     from dsv4cli.kernels.indexer import kernel
 
+    monkeypatch.setattr(kernel, "tokens_per_program", lambda *_: each)
     monkeypatch.setattr(kernel, "_operand", lambda device: operand)
     q, keys = fp4_round(torch.randn(tokens, 64, 128).bfloat16(), 32), torch.randn(300, 128).bfloat16()
     codes, scale = fp4_codes(keys * torch.logspace(-3, 3, 300)[:, None].bfloat16(), 32)
@@ -98,6 +102,14 @@ def test_scores_of_real_heads_are_those_of_the_reference(tokens, sequences, entr
     inputs = (q, weights, SCALE, codes, scale, table, sequence, visible)
     # dots are exact; the sum over heads may round to the other neighbour where its fp32 sum has another order
     torch.testing.assert_close(index_scores(*grouped(*inputs)), ref.index_scores(*grouped(*inputs)), rtol=2**-7, atol=0)
+
+
+def test_programs_share_keys_if_they_fill_the_gpu():
+    from dsv4cli.kernels.indexer.kernel import tokens_per_program
+
+    with described(CARDS["h200"]):
+        found = [tokens_per_program(*shape, torch.device("cuda")) for shape in ((512, 1280), (512, 6272), (512, 6400))]
+    assert found == [8, 8, 64]  # 392 and 400 programs, where three per multiprocessor are 396
 
 
 @pytest.mark.usefixtures("triton_backend")

@@ -9,7 +9,7 @@ from dsv4cli.kernels.launch import cdiv, takes_gluon
 STREAMS, TOKENS, COLUMNS, PLACES = 4, 128, 32, 32
 # fewest tokens for which it is faster; most parts of the columns; the time of a program's first loads and last stores,
 # in steps
-FEWEST, MOST_SPLITS, START = 1024, 16, 4
+FEWEST, MOST_SPLITS, START = 768, 16, 4
 
 
 def suits(x: torch.Tensor, streams: torch.Tensor, lines: int) -> bool:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from dsv4cli.kernels.card import FP8, is_from
+from dsv4cli.kernels.card import FP8, is_from, multiprocessors
 from dsv4cli.kernels.dispatch import KernelUnsupported
 from dsv4cli.kernels.formats import FP4_BLOCK
 from dsv4cli.kernels.indexer.kernel.scores_one_token import scores_of_one_token
@@ -21,6 +21,9 @@ __all__ = ["best_entries", "choose_entries", "index_scores", "top_entries"]
 # fewest tokens per sequence for which a tile of keys is unpacked once for several tokens; more than a draft step has
 # (H200, eight tokens, 1,024 keys: 12.7 us, and 4.0 us with one token per program)
 MANY = 16
+# keys of a tile for many tokens, with 4 warps and 3 stages (H200, 4,096 tokens and 8,192 keys: 859 us; 64 keys instead
+# of 128 take 970, eight warps 1,043, two stages 894)
+MANY_KEYS = 128
 
 
 def index_scores(queries: IndexQueries, keys: IndexKeys, entries: IndexEntries) -> torch.Tensor:
@@ -144,12 +147,22 @@ def _score_many(
         padded,
         num_warps=4,
     )
-    # H200, 4,096 tokens and 8,192 keys: 859 us; 64 keys instead of 128 take 970, eight warps 1,043, two stages 894
-    rows, per_program, warps, stages = 128, 64, 4, 3
-    scores_of_many_tokens[(cdiv(count, rows), cdiv(tokens, per_program))](
+    rows, each = MANY_KEYS, tokens_per_program(tokens, count, q.device)
+    scores_of_many_tokens[(cdiv(count, rows), cdiv(tokens, each))](
         padded_q, scaled, *words, table, entries.sequence, entries.visible, out, tokens, count, table.stride(0),
-        out.stride(0), width, padded, rows, per_program, stages, num_warps=warps,
+        out.stride(0), width, padded, rows, each, 3, num_warps=4,
     )  # fmt: skip
+
+
+def tokens_per_program(tokens: int, entries: int, device: torch.device) -> int:
+    """Return for how many tokens a program unpacks a tile of keys: fewer if programs would not fill the GPU.
+
+    H200, microseconds with 64 and with 8 tokens per program: 512 tokens and 1,280 keys 48 and 20, 1,024 tokens and
+    1,280 keys 70 and 45, 512 tokens and 8,192 keys 128 and 161.
+    """
+    most, least = 64, 8
+    programs = cdiv(entries, MANY_KEYS) * cdiv(tokens, most)
+    return most if programs >= 3 * multiprocessors(device) else least
 
 
 def _operand(device: torch.device) -> torch.dtype:
