@@ -14,6 +14,7 @@ from dsv4cli.engine.runtime.sampling.logprobs import TokenLogprobs, logprobs_of,
 from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
 from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
+from dsv4cli.engine.system.device import step_memory
 
 
 class LeaderStep:
@@ -52,7 +53,7 @@ class LeaderStep:
         else:
             self.watch.start()
         ran = self._runner.run(pick)
-        with self._runner.threads(len(ran.ready)):
+        with self._runner.threads(len(ran.ready)), step_memory(self._runner.cache.device):
             found, drafts = self._draw(ran, count, ahead and self._runner.ahead.follows(ran))
             self._runner.finish(ran, [[token.id for token in own] for own in found])
         return ran, found, drafts

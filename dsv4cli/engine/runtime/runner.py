@@ -90,7 +90,7 @@ class Runner:
         NotEnoughMemory.
         """
         if self.scheduler.joins and not self.ahead.launched:
-            with self._whole(), step_memory(self.cache.device):
+            with self._whole():
                 self.scheduler.admit()
 
     def end(self, request: Request) -> bool:
@@ -98,7 +98,7 @@ class Runner:
 
         Raises NotEnoughMemory.
         """
-        with self._whole(), step_memory(self.cache.device):
+        with self._whole():
             runs = self.scheduler.remove(request)
             if runs and request.sequence is not None:
                 self.ahead.take_back(request)
@@ -163,7 +163,7 @@ class Runner:
         Args:
             sampled: for each ready chunk at least one token; all but the last are its first draft tokens.
         """
-        with self._whole(), step_memory(self.cache.device):
+        with self._whole():
             for chunk, tokens in zip(ran.ready, sampled, strict=True):
                 request = chunk.request
                 assert request.sequence is not None
@@ -194,8 +194,7 @@ class Runner:
 
     @contextmanager
     def _computing(self, tokens: int) -> Iterator[None]:
-        memory, threads = step_memory(self.cache.device), self.threads(tokens)
-        with torch.inference_mode(), memory, threads, self.preparing, self._workspace.current():
+        with torch.inference_mode(), self.threads(tokens), self.preparing, self._workspace.current():
             yield
 
     def threads(self, tokens: int) -> AbstractContextManager[None]:
@@ -204,11 +203,14 @@ class Runner:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Run a block that changes the cache; if it raises, `_repair` restores a consistent cache."""
+        """Run a block that changes the cache; if it raises, `_repair` restores a consistent cache. Raises
+        NotEnoughMemory.
+        """
         self._repair()
         self._torn = True
         try:
-            yield
+            with step_memory(self.cache.device):
+                yield
         except NotEnoughMemory:
             self.forget()
             raise

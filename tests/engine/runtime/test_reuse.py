@@ -10,14 +10,15 @@ from dsv4cli.engine.chat.dialogue import open_dialogue
 from dsv4cli.engine.checkpoint.source import resolve_model
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.model.transformer import Transformer
-from dsv4cli.engine.runtime import runner
+from dsv4cli.engine.runtime import leader_step, runner
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request, Token
+from dsv4cli.engine.runtime.state.cache import Cache
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.usage import Usage
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import load_model
-from dsv4cli.errors import UnsoundResult
+from dsv4cli.errors import NotEnoughMemory, UnsoundResult
 from tests.support.questions import chosen
 from tests.support.slow import slow, slow_rows
 from tests.support.speculation import always_draft, model_of, text
@@ -338,4 +339,31 @@ def test_a_gpu_finds_states_in_both_memories(most):
         if rounds == 1:
             in_host_memory(one)
     assert one.usage.hits >= 2 * len(prompts)
+    check_empty(one)
+
+
+def no_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize("place", ["admission", "first chunk", "sampling"])
+def test_memory_that_runs_out_between_the_parts_of_a_step_ends_requests_alone(place, monkeypatch):
+    """Where a state is restored, and where tokens are sampled: the next request is served as if nothing had been."""
+    one = Engine(model_of("mtp"), Capacity(3, 640, cache_memory=2 * 10**7), "cpu", step_ms=1e6)
+    requests = [asked(prompt(257, tail), 2, keep=(257,)) for tail in range(2)]
+    with monkeypatch.context() as patch:
+        if place == "sampling":
+            patch.setattr(leader_step, "sampled", no_memory)
+        else:
+            patch.setattr(Cache, "restore", no_memory)
+        if place == "admission":
+            kept(one, 257)
+        with pytest.raises(NotEnoughMemory, match="cpu ran out of memory: CUDA out of memory"):
+            answers(one, *requests)
+    for request in requests:
+        one.cancel(request)
+    assert (one.usage.running, one.usage.waiting, one.usage.slots) == (0, 0, 0)
+    again = asked(prompt(257, 0), keep=(257,))
+    [found] = answers(one, again)
+    check("mtp", again, found)
     check_empty(one)
