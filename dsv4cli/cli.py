@@ -27,7 +27,7 @@ from dsv4cli.commands.serve import SERVE_EXAMPLES, serve
 from dsv4cli.commands.trace import trace
 from dsv4cli.commands.verify import VERIFY_EXAMPLES, verify
 from dsv4cli.environment import Environment
-from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, NotEnoughMemory, compiler_refusal
+from dsv4cli.errors import DISK_FULL, Dsv4Error, NotEnoughDisk, NotEnoughMemory, compiler_refusal, missing_package
 from dsv4cli.harmless import brief_line
 from dsv4cli.options import epilog
 from dsv4cli.output import Colours, Output, ReaderGone
@@ -171,6 +171,8 @@ def _sentence(error: Exception) -> Dsv4Error | None:
         return NotEnoughDisk(
             f"no space left on the disk while writing {error.filename or 'the output'}", "free some space"
         )
+    if isinstance(error, ModuleNotFoundError):
+        return missing_package(error)
     return compiler_refusal(error)
 
 

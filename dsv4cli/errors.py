@@ -104,6 +104,22 @@ class UnsoundResult(Dsv4Error):
     exit_code = 7
 
 
+def missing_package(error: ModuleNotFoundError) -> Dsv4Error | None:
+    """Return the error for a package that is not installed; None for a module of dsv4 itself, which is a bug."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "dsv4cli") or package in sys.stdlib_module_names:
+        return None
+    return Dsv4Error(
+        f"dsv4 needs the package {package}, which is not installed for {sys.executable}",
+        "in a clone of dsv4, `make run` installs all packages into .venv; then use .venv/bin/dsv4",
+    )
+
+
+def extra_remedy(extra: str) -> str:
+    """Return the remedy for a missing package of an optional extra."""
+    return f"in a clone of dsv4, install it: pip install '.[{extra}]'"
+
+
 def compiler_refusal(error: Exception) -> UnsupportedHardware | None:
     """Convert an error of Triton's compiler or launcher for this GPU to UnsupportedHardware; None for other errors."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

@@ -23,7 +23,7 @@ PACKAGE = ROOT / "dsv4cli"
 MAY_IMPORT = {
     "root": {"api", "version"},
     "api": {"engine", "errors"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "errors", "output"},
     "cli": {"version", "commands", "command", "environment", "options", "output", "errors", "harmless"},
     "commands": {
         "version",

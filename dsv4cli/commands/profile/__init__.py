@@ -50,7 +50,8 @@ BaselineOpt = Annotated[
     typer.Option(metavar="OLD.json", help="Earlier output of --json to compare with; show what has changed."),
 ]
 PlotOpt = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Draw a roofline plot into a .png or .svg file; needs dsv4[plot].")
+    Path | None,
+    typer.Option(metavar="FILE", help="Draw a roofline plot into a .png or .svg file; needs the extra plot."),
 ]
 StepTokensOpt = Annotated[
     int, typer.Option(min=1, help="Tokens of each sequence in the step: 1 to decode, more for a prefill chunk.")

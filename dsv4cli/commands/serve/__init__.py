@@ -16,7 +16,7 @@ from dsv4cli.commands.serve.access import (
 from dsv4cli.commands.serve.engine_options import EngineOptions, check_combination
 from dsv4cli.commands.serve.engine_server import Listen, serve_with_engine
 from dsv4cli.commands.serve.run_server import Policy, serve_model
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import UsageError, extra_remedy
 from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options, takes_options
 from dsv4cli.output import Output
 
@@ -174,6 +174,4 @@ def _check_packages() -> None:
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise UsageError(
-            f"dsv4 serve needs the package {error.name}", "install it: pip install 'dsv4[serve]'"
-        ) from None
+        raise UsageError(f"dsv4 serve needs the package {error.name}", extra_remedy("serve")) from None

@@ -25,7 +25,7 @@ OtherArg = Annotated[
 PlotOpt = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Draw the differences, layers × tokens, into a .png or .svg file; needs dsv4[plot]."
+        metavar="FILE", help="Draw the differences, layers × tokens, into a .png or .svg file; needs the extra plot."
     ),
 ]
 StagesOpt = Annotated[bool, typer.Option("--stages", help="Show every stage instead of the worst of each layer.")]

@@ -12,7 +12,7 @@ from dsv4cli.engine.text.reply_grammar import AnswerForm, ToolChoice, json_gramm
 from dsv4cli.engine.text.schema_checks import parts_of
 from dsv4cli.engine.text.schema_references import DEFINITIONS, Schema
 from dsv4cli.engine.text.tokenizer import Tokenizer, check_unicode
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import UsageError, extra_remedy
 
 # errors of llguidance that refer to its own options and internals, reworded for clients
 _REWORDED = tuple(
@@ -63,9 +63,7 @@ class Grammars:
                 llguidance is not installed.
         """
         if find_spec("llguidance") is None:
-            raise UsageError(
-                "grammars require llguidance, which is not installed", "install it: pip install 'dsv4[grammar]'"
-            )
+            raise UsageError("grammars require llguidance, which is not installed", extra_remedy("grammar"))
         think_end = self._tokenizer.token_id(tokens.THINK_END)
         try:
             matcher = self._compiled(form, tools, choice)

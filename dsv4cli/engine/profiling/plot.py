@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsv4cli.engine.profiling.output_file import check_writable
-from dsv4cli.errors import UsageError
+from dsv4cli.errors import UsageError, extra_remedy
 
 SUFFIXES = (".png", ".svg")
 SIZE, DPI = (14.0, 7.5), 120  # inches, dots per inch
@@ -39,7 +39,7 @@ def check_plot(path: Path) -> None:
         raise UsageError(f"--plot {path} does not end with {' or '.join(SUFFIXES)}", "use a .png or .svg file")
     check_writable("--plot", path)
     if find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed", "install it: pip install 'dsv4[plot]'")
+        raise UsageError("--plot needs matplotlib, which is not installed", extra_remedy("plot"))
 
 
 def draw_roofline(document: Mapping[str, Any], path: Path) -> None:

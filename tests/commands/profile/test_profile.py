@@ -396,7 +396,7 @@ def test_a_picture_needs_matplotlib(dsv4, tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
     done = dsv4("profile", "kernels", "--plot", str(tmp_path / "a.svg"))
     assert done.code == 2
-    assert "pip install 'dsv4[plot]'" in done.err
+    assert "pip install '.[plot]'" in done.err
 
 
 def test_no_name_of_the_picture_covers_another():

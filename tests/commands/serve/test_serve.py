@@ -287,7 +287,7 @@ def test_what_is_missing_is_said_with_the_command(monkeypatch, capsys):
     done = Program(monkeypatch, capsys)("serve")
     assert (done.code, done.err) == (
         2,
-        "error: dsv4 serve needs the package starlette\n→ install it: pip install 'dsv4[serve]'\n",
+        "error: dsv4 serve needs the package starlette\n→ in a clone of dsv4, install it: pip install '.[serve]'\n",
     )
 
 

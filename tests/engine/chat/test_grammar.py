@@ -442,4 +442,4 @@ def test_without_the_library_the_error_says_how_to_install_it(small, monkeypatch
     with pytest.raises(UsageError) as caught:
         small.reply(thinking=False, form=SHAPE)
     assert caught.value.message == "grammars require llguidance, which is not installed"
-    assert caught.value.remedy == "install it: pip install 'dsv4[grammar]'"
+    assert caught.value.remedy == "in a clone of dsv4, install it: pip install '.[grammar]'"

@@ -571,7 +571,9 @@ def test_a_form_needs_what_reads_it(nano, monkeypatch):
     monkeypatch.setattr(grammar, "find_spec", lambda _: None)
     status, document = nano.post("/v1/chat/completions", asking("Hi", response_format={"type": "json_object"}))
     assert (status, document["error"]["param"]) == (400, "response_format")
-    assert document["error"]["message"].endswith("which is not installed; install it: pip install 'dsv4[grammar]'")
+    assert document["error"]["message"].endswith(
+        "which is not installed; in a clone of dsv4, install it: pip install '.[grammar]'"
+    )
 
 
 @pytest.mark.parametrize(
