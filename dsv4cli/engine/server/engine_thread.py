@@ -192,7 +192,11 @@ class EngineThread:
         if self._engine.followers is not None and not isinstance(error, UnsoundResult):
             raise error
         for request in requests:
-            self._engine.cancel(request)
+            try:
+                self._engine.cancel(request)
+            except NotEnoughMemory:  # its state could not be kept: the engine has ended all requests
+                if self._engine.followers is not None:
+                    raise
 
 
 def _failure(request: Request, error: Exception) -> Update:

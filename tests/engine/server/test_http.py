@@ -228,6 +228,28 @@ def test_a_request_that_cannot_be_ended_fails_those_beside_it_and_no_later_ones(
     assert small.chat("go on")["choices"]
 
 
+def test_requests_that_cannot_be_ended_after_an_error_end_no_server(small, monkeypatch):
+    """Their states are kept, for which there may be no memory either."""
+    step, cancel = small.engine.step, small.engine.cancel
+
+    def fail():
+        monkeypatch.setattr(small.engine, "step", step)
+        raise NotEnoughMemory("no memory to sample", "")
+
+    def fail_again(request):
+        monkeypatch.setattr(small.engine, "cancel", cancel)
+        small.engine.forget()
+        raise NotEnoughMemory("no host memory", "")
+
+    with endless(small) as client, endless(small) as other:
+        monkeypatch.setattr(small.engine, "cancel", fail_again)
+        monkeypatch.setattr(small.engine, "step", fail)
+        assert ends(client)
+        assert ends(other)
+    assert comes(small.at_rest)
+    assert small.chat("go on")["choices"]
+
+
 @pytest.mark.slow
 def test_a_client_that_does_not_read_ends_its_request(small):
     with socket.socket() as client:
