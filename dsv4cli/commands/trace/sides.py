@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsv4cli.commands.job import Job, open_job
-from dsv4cli.commands.trace.side import finished, in_ranks, loaded, manifest_for, record_plan, walk_of
+from dsv4cli.commands.trace.side import chunk_of, finished, in_ranks, loaded, manifest_for, record_plan, walk_of
 from dsv4cli.commands.trace.texts import FIRST, TextOptions, read_texts, recorded_alone
+from dsv4cli.errors import UsageError
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output
 
@@ -115,6 +116,7 @@ class Sides:
         first, second = open_job(self.out, self.options), open_job(self.out, self.change.of(self.options))
         manifest, other = self._manifest(first, read_texts(first, self.given)), self._manifest(second, [])
         check_same_shapes(manifest, other)
+        self._check_differs(first, second, max(text.prompt for text in manifest.texts))
         if self.change.same_model:
             with loaded(second, manifest.texts) as model:
                 return self._beside(self._first(first, model, manifest, other), second, model)
@@ -125,6 +127,22 @@ class Sides:
 
         free_unused()
         return self._beside(one, second)
+
+    def _check_differs(self, first: Job, second: Job, longest: int) -> None:
+        """Raise UsageError if the options change nothing on this machine, so that both sides would always agree.
+
+        Args:
+            longest: prompt tokens of the longest text.
+        """
+        if any((self.change.against, self.change.numerics, self.change.tp, self.change.drafts)):
+            return
+        one, other = ((job.device, job.kernels, min(chunk_of(job), longest)) for job in (first, second))
+        if one == other:
+            raise UsageError(
+                f"{self.change.words} changes nothing: both sides would use {first.kernels} kernels on {first.device}, "
+                f"with {one[2]:,} prompt tokens per step",
+                "change something: for example --prefill-chunk 1, --drafts, --slots, --tp 2 or --numerics plain",
+            )
 
     def slots(self) -> "list[TraceComparison]":
         """Compare each text with itself in a used cache slot, and with itself in a batch with other texts."""

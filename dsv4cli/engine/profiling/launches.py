@@ -1,6 +1,9 @@
 """Counts what a step launches on a GPU, by part of the model, and how long the GPU is busy or idle."""
 
+import gzip
+import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,12 +18,14 @@ from torch.profiler import ProfilerActivity
 from dsv4cli.engine.profiling.clock import Call, wait
 from dsv4cli.engine.profiling.layers import LayerTime, Owner, layer_times
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
-from dsv4cli.errors import UnsoundResult
+from dsv4cli.errors import DiskError, NotEnoughDisk, UnsoundResult
 
 # name prefix of calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton)
 CALLS = "cu"
 # the time of a call that the profiler lost: in no range
 NEVER = float("-inf")
+# free bytes of a disk that is full: file systems reserve some
+NO_SPACE = 2**20
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,25 @@ def _trace(step: Call, device: torch.device, file: Path | None) -> list[Function
         step()
         wait(device)
     if file is not None:
-        profiler.export_chrome_trace(str(file))
+        _write(profiler, file)
     return list(profiler.events() or ())
+
+
+def _write(profiler: torch.profiler.profile, file: Path) -> None:
+    """Write a Chrome trace. Raises Dsv4Error if the file is incomplete: torch only logs that its disk is full."""
+    with _quiet():
+        profiler.export_chrome_trace(str(file))
+    if not file.is_file():  # a device
+        return
+    try:
+        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as written:
+            json.load(written)
+    except ValueError:
+        full = shutil.disk_usage(file.parent).free < NO_SPACE
+        raise (NotEnoughDisk if full else DiskError)(
+            f"the trace in {file} is incomplete: " + ("its disk is full" if full else "it could not be written"),
+            "free some space, or write it elsewhere",
+        ) from None
 
 
 @contextmanager

@@ -1,16 +1,18 @@
 """`dsv4 profile` from outside: tables, JSON, baselines, traces, what it refuses and what it calls wrong."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dsv4cli.commands.profile.report import show_step
-from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, plot, step
+from dsv4cli.engine.profiling import ceilings, clock, compare, kernels, launches, plot, step
 from dsv4cli.engine.profiling.compare import SCHEMA
 from dsv4cli.engine.profiling.output_file import check_writable
 from dsv4cli.engine.weights import load as weights_load
@@ -123,6 +125,28 @@ def test_step_and_its_trace(dsv4, tmp_path):
     seen = [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
     assert seen.count("dsv4: block") == 4
     assert seen.count("dsv4: CSA attention") == 1
+
+
+@pytest.mark.parametrize(("name", "free", "code"), [("a.json", 0, 5), ("a.json", 2**30, 1), ("a.json.gz", 0, 5)])
+def test_a_trace_that_torch_wrote_in_part_is_an_error(dsv4, tmp_path, monkeypatch, name, free, code):
+    full = torch.profiler.profile.export_chrome_trace
+
+    def cut(profiler, path):  # what torch does on a full disk, with a line to stderr
+        full(profiler, path)
+        opened = gzip.open if path.endswith(".gz") else open
+        with opened(path, "rb") as file:
+            content = file.read()
+        with opened(path, "wb") as file:
+            file.write(content[:1000])
+
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", cut)
+    monkeypatch.setattr(launches, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=free)))
+    trace = tmp_path / name
+    done = dsv4(*STEP, "--trace", str(trace))
+    assert (done.code, done.out) == (code, "")
+    sentence, remedy = done.err.splitlines()[-2:]
+    assert sentence.startswith(f"error: the trace in {trace} is incomplete: ")
+    assert remedy == "→ free some space, or write it elsewhere"
 
 
 def test_a_step_on_a_gpu_shows_a_layer_kernel_by_kernel(dsv4, capfd):

@@ -208,6 +208,8 @@ def test_prompts_of_a_file(dsv4, tmp_path):
         (("bisect", NET, "--against", "other", "--prompt", "Hi"), "--prompt and --against other cannot be combined"),
         (("compare", "none", "none"), "none has no complete recording"),
         (("bisect", NET), "no option sets how the other side differs"),
+        (("bisect", NET, "--backend", "torch"), "--backend torch changes nothing: both sides would use torch kernels"),
+        (("bisect", NET, "--device", "cpu", "--prefill-chunk", "300"), "with 300 prompt tokens per step"),
         (("bisect", NET, "--slots", "--prefill-chunk", "1"), "--slots cannot be combined with other changes"),
         (("bisect", NET, "--against", "random:tiny,layers=2"), "have different shapes: 3 layers of"),
         (("bisect", NET, "--prefill-chunk", "1", "--plot", "parts.gif"), "--plot parts.gif does not end with"),
