@@ -65,6 +65,8 @@ def show_problem(out: Output, result: "Inspection") -> None:
     for note in result.notes:
         others = "" if getattr(result.identity, "layout", "") == "gguf" else OTHERS
         out.paragraph(f"note: {note}{others}", "  ")
+    for sentence in result.prompt_problems:
+        out.paragraph(f"note: {sentence}", "  ")
 
 
 def _complaint(result: "Inspection") -> str:

@@ -14,6 +14,7 @@ from dsv4cli.engine.checkpoint.naming import OfficialNaming
 from dsv4cli.engine.checkpoint.sizes import Sizes, measure
 from dsv4cli.engine.checkpoint.source import FolderSource, RandomSource
 from dsv4cli.engine.config.storage import Formats
+from dsv4cli.engine.inspection.prompts import prompt_problems
 from dsv4cli.engine.inspection.sources import FileSource, Inspectable, RemoteSource
 from dsv4cli.errors import CheckpointError, Dsv4Error, UnsupportedCheckpoint, UsageError
 
@@ -35,6 +36,7 @@ class Inspection:
         contents: what a single file contains.
         problem: why the model would not load, or why a file is damaged.
         refused: whether the problem concerns the whole model, so that no list of tensors would show it.
+        prompt_problems: why prompts would fail although the tensors load.
     """
 
     source: Inspectable
@@ -45,6 +47,7 @@ class Inspection:
     files: int = 0
     problem: Dsv4Error | None = None
     refused: bool = False
+    prompt_problems: tuple[str, ...] = ()
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -97,7 +100,8 @@ def inspect_model(source: Inspectable) -> Inspection:
         return Inspection(source, found, sizes, problem=refusal or error, refused=True)
     files = len(found.checkpoint.files)
     problem = refusal or coverage.problem()
-    return Inspection(source, found, sizes, coverage, None, files, problem, refused=refusal is not None)
+    prompts = tuple(prompt_problems(source)) if problem is None and isinstance(source, FolderSource) else ()
+    return Inspection(source, found, sizes, coverage, None, files, problem, refusal is not None, prompts)
 
 
 def _inspect_file(source: FileSource) -> Inspection:
@@ -162,7 +166,7 @@ def document(result: Inspection, sections: Mapping[str, Any] | None = None) -> d
         # a file is a part of a model
         "loads": None if isinstance(source, FileSource) else problem is None,
         "problem": problem and {"kind": _kind(problem), "message": problem.message, "remedy": problem.remedy},
-        "notes": [*result.notes],
+        "notes": [*result.notes, *result.prompt_problems],
         "identity": result.identity and _identity(result.identity),
         "gguf": _gguf(result.identity) if isinstance(result.identity, GgufIdentity) else None,
         "coverage": result.coverage and {**asdict(result.coverage), "complete": result.coverage.complete},

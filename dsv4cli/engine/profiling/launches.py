@@ -3,7 +3,7 @@
 import gzip
 import json
 import os
-import shutil
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,14 +18,12 @@ from torch.profiler import ProfilerActivity
 from dsv4cli.engine.profiling.clock import Call, wait
 from dsv4cli.engine.profiling.layers import LayerTime, Owner, layer_times
 from dsv4cli.engine.profiling.ranges import BLOCK, CONNECTIONS, OTHER, PREFIX
-from dsv4cli.errors import DiskError, NotEnoughDisk, UnsoundResult
+from dsv4cli.errors import NotEnoughDisk, UnsoundResult
 
 # name prefix of calls of CUDA's runtime (cudaLaunchKernel, cudaMemcpyAsync) and driver (cuLaunchKernelEx, by Triton)
 CALLS = "cu"
 # the time of a call that the profiler lost: in no range
 NEVER = float("-inf")
-# free bytes of a disk that is full: file systems reserve some
-NO_SPACE = 2**20
 
 
 @dataclass(frozen=True)
@@ -93,20 +91,31 @@ def _trace(step: Call, device: torch.device, file: Path | None) -> list[Function
 
 
 def _write(profiler: torch.profiler.profile, file: Path) -> None:
-    """Write a Chrome trace. Raises Dsv4Error if the file is incomplete: torch only logs that its disk is full."""
-    with _quiet():
-        profiler.export_chrome_trace(str(file))
-    if not file.is_file():  # a device
-        return
-    try:
-        with gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as written:
-            json.load(written)
-    except ValueError:
-        full = shutil.disk_usage(file.parent).free < NO_SPACE
-        raise (NotEnoughDisk if full else DiskError)(
-            f"the trace in {file} is incomplete: " + ("its disk is full" if full else "it could not be written"),
-            "free some space, or write it elsewhere",
-        ) from None
+    """Write a Chrome trace.
+
+    torch renames a file of its own to the name that it is given, which would replace a device, and only logs that the
+    disk is full. It therefore writes to a temporary folder, from which a complete trace is copied.
+
+    Raises:
+        NotEnoughDisk: the temporary folder is full.
+        OSError: the trace cannot be written; names the file.
+    """
+    with tempfile.TemporaryDirectory(prefix="dsv4-profile-") as folder:
+        written = Path(folder) / file.name
+        with _quiet():
+            profiler.export_chrome_trace(str(written))
+        try:
+            with gzip.open(written) if written.suffix == ".gz" else open(written, "rb") as trace:
+                json.load(trace)
+        except (OSError, EOFError, ValueError):
+            raise NotEnoughDisk(
+                f"the trace does not fit in {Path(folder).parent}", "set TMPDIR to another folder"
+            ) from None
+        try:
+            file.write_bytes(written.read_bytes())
+        except OSError as error:
+            error.filename = str(file)
+            raise
 
 
 @contextmanager

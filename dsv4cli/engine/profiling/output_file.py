@@ -17,6 +17,6 @@ def check_writable(option: str, path: Path) -> None:
     try:
         path.open("ab").close()
         if not there:
-            path.unlink()
+            path.resolve().unlink()  # a dangling link stays a link
     except OSError as error:
         raise UsageError(f"cannot write {option} {path}: {error.strerror}", "use another file") from None

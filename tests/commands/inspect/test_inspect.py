@@ -15,6 +15,7 @@ from dsv4cli.engine.checkpoint.naming import TransformersNaming
 from dsv4cli.engine.config.presets import FLASH as FLASH_KEYS
 from dsv4cli.engine.config.storage import Formats, contradictions
 from dsv4cli.engine.inspection import report
+from dsv4cli.engine.text.tokenizer import Tokenizer
 from dsv4cli.errors import Dsv4Error
 from dsv4cli.output import Output, ReaderGone
 from tests.support import damage
@@ -188,6 +189,38 @@ def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
     assert commands_in(inside("inspect", str(folder)).stdout) == [["dsv4", "download", "org/a-b@" + "0" * 40]]
 
 
+def with_tokenizer(folder):
+    (folder / "tokenizer.json").write_text(Tokenizer.byte_level().text())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", None, "no tokenizer.json in "),
+        ("tokenizer.json", "{", "tokenizer.json is not a tokenizer file: "),
+        ("tokenizer.json", Tokenizer.byte_level().text().replace("｜User｜", "Sir"), "has no token <｜User｜>"),
+        ("generation_config.json", "{", "generation_config.json cannot be used: "),
+        ("generation_config.json", '{"temperature": 0.5}', ""),
+    ],
+    ids=lambda value: value if value is None else value[:30],
+)
+def test_a_note_says_why_prompts_would_fail(tmp_path, dsv4, name, content, words):
+    folder = with_tokenizer(damage.copy_checkpoint(tmp_path))
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    done, document = dsv4("inspect", str(folder)), json.loads(dsv4("inspect", str(folder), "--json").out)
+    [*notes] = document["notes"]
+    assert (done.code, document["loads"], len(notes)) == (0, True, bool(words))
+    assert ("  note: run, chat, serve and eval fail: " in done.out) is bool(words)
+    assert all(note.startswith("run, chat, serve and eval fail: ") and words in note for note in notes)
+    run = dsv4("run", "hi", "--show-prompt", "--model", str(folder))  # the note is what `run` says
+    assert run.code == bool(words)
+    assert words in run.err
+
+
 @pytest.mark.parametrize(
     ("config", "note"),
     [
@@ -198,7 +231,7 @@ def test_a_damaged_snapshot_of_the_cache_is_repaired_by_a_command(tmp_path):
     ids=str,
 )
 def test_a_configuration_that_contradicts_the_tensors_is_told(tmp_path, config, note):
-    folder = damage.copy_checkpoint(tmp_path)
+    folder = with_tokenizer(damage.copy_checkpoint(tmp_path))
     damage.edit_config(folder, **config)
     done, document = inside("inspect", str(folder)), json.loads(inside("inspect", str(folder), "--json").stdout)
     assert (done.exit_code, document["loads"], len(document["notes"])) == (0, True, bool(note))
