@@ -25,10 +25,10 @@ PARTLY = "flash with 192 experts"
 # model, GPUs, free host memory, batch -> tokens/s over all sequences (docs/internals/performance.md, README.md)
 DECODE = {
     (PARTLY, "1xH200", 120, 1): 1000 / 5.01,
-    (PARTLY, "1xH200", 120, 16): 1043,
+    (PARTLY, "1xH200", 120, 16): 1050,
     ("flash", "1xH200", 120, 1): 129,
     ("flash", "2xH200", 240, 1): 252,
-    ("flash", "2xH200", 240, 16): 1491,
+    ("flash", "2xH200", 240, 16): 1554,
     ("flash", "4xH200", 480, 1): 279,
     ("flash", "4xH200", 480, 16): 1844,
     ("flash", "1xH100", 190, 1): 26.9,
