@@ -7,7 +7,7 @@ from dsv4cli.engine.chat.answer_stream import AnswerStream, Delta
 from dsv4cli.engine.runtime.request import Request, Token
 from dsv4cli.engine.server.async_engine import EngineCall
 from dsv4cli.engine.server.engine_thread import Update
-from dsv4cli.engine.server.plan import AnswerPlan
+from dsv4cli.engine.server.plan import AnswerPlan, check_followed
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.text import tokens
 from dsv4cli.engine.text.prompt import Message
@@ -23,7 +23,7 @@ class Choice:
 
     def __init__(self, index: int, request: Request, plan: AnswerPlan, service: Service) -> None:
         self.index, self.request = index, request
-        self._metrics = service.metrics
+        self._metrics, self._field = service.metrics, plan.shape.field
         self._thinks = service.dialogue.thinks(plan.ids)
         answer = Answer(service.dialogue.tokenizer, self._thinks, request.limits.stops, plan.shape.tools)
         self._stream = AnswerStream(answer, calls=plan.shape.choice.kind != "none")
@@ -73,6 +73,9 @@ class Choice:
 
         Returns:
             The deltas that the tokens add to the answer, and the tokens that are now certain to be part of its text.
+
+        Raises:
+            Refusal: the answer has ended because its grammar failed.
         """
         answer, deltas = self._stream.answer, list[Delta]()
         sampled, shown = answer.sampled, answer.shown
@@ -89,6 +92,8 @@ class Choice:
             if sampled < answer.sampled:
                 self._say_repaired(self._stream.repairs)
         self._metrics.count_generated(answer.sampled - sampled)
+        if self.ended:
+            check_followed(self.request, answer.tokens[-1], self._field)
         return deltas, answer.tokens[shown : answer.shown]
 
 

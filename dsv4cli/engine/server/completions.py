@@ -16,7 +16,7 @@ from dsv4cli.engine.server.completion_request import CompletionRequest, read_com
 from dsv4cli.engine.server.engine_thread import Update
 from dsv4cli.engine.server.incoming import account_of, read_body, service_of
 from dsv4cli.engine.server.openai import DONE, IDLE, event, event_of_refusal, usage_of
-from dsv4cli.engine.server.plan import MOST_CHOICES
+from dsv4cli.engine.server.plan import MOST_CHOICES, check_followed
 from dsv4cli.engine.server.service import Service
 from dsv4cli.engine.server.streaming import Silence, answered
 
@@ -123,6 +123,7 @@ class CompletionReply:
         added, taken = self._push(choice, update.tokens)
         if choice.ended:
             self.call.finish(update.request)
+            check_followed(update.request, choice.answer.tokens[-1], choice.plan.shape.field)
         return added, taken
 
     def _push(self, choice: CompletionChoice, given: list[Token]) -> tuple[str, list[Token]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from dsv4cli.engine.chat.constraints import Constraints
 from dsv4cli.engine.chat.grammar import Grammar
-from dsv4cli.engine.runtime.request import Constraint, Request
+from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.server.answer_format import ANY_SHAPE, AnswerFormat
 from dsv4cli.engine.server.fields import Fields
 from dsv4cli.engine.server.refusals import bad_field
@@ -89,6 +89,18 @@ class AnswerPlan:
 
 def _parts(constraint: Constraint | None) -> list[Constraint]:
     return [] if constraint is None else [constraint]
+
+
+def check_followed(request: Request, last: Token, field: str) -> None:
+    """Raise `Refusal` if an answer has ended because its grammar failed.
+
+    Args:
+        last: the answer's last token.
+        field: the body's field that requests the grammar.
+    """
+    constraint = request.constraint
+    if last.finish == "stop" and isinstance(constraint, Constraints) and constraint.failure:
+        raise bad_field(field, f"the grammar failed within the answer: {constraint.failure}")
 
 
 def sampling_of(fields: Fields, service: Service) -> Sampling:

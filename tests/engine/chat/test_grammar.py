@@ -257,6 +257,25 @@ def test_what_cannot_be_followed_ends_the_answer(small):
     assert allowed(grammar.masks([])[0]) == {BYTES.eos_id}
 
 
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_masks_that_take_too_long_end_the_answer(drafts, small, monkeypatch):
+    """All requests of an engine wait for them. Each mask may take some time, and an answer's some more."""
+    seconds, now = [0.0], iter(range(10**6))
+    monkeypatch.setattr(module, "thread_time", lambda: seconds[0] * next(now))
+    [a] = BYTES.encode("a")
+    slow, other = (small.reply(thinking=False, form=AnswerForm("lark", 'start: "a"*')).copy() for _ in range(2))
+    seconds[0] = (1 + drafts) * module.MASK_SECONDS
+    for _ in range(20):
+        assert len(slow.masks([a] * drafts)) == 1 + drafts
+    seconds[0] += 0.3
+    for _ in range(4):
+        assert slow.failure == ""
+        assert a in allowed(slow.masks([a] * drafts)[0])
+    assert slow.failure.startswith("it is too ambiguous")
+    assert [allowed(mask) for mask in slow.masks([a] * drafts)] == [{BYTES.eos_id}]
+    assert other.failure == ""
+
+
 LOOKING = {"type": "string", "pattern": "(?=x)a"}
 
 

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, groupby
 
 import pytest
 
@@ -18,7 +18,7 @@ from dsv4cli.engine.settings import Limits, Sampling
 from dsv4cli.engine.text.reply_grammar import ToolChoice
 from dsv4cli.engine.text.tokens import EOS, USER
 from tests.support.program import calls_block
-from tests.support.serving import asking
+from tests.support.serving import asking, comes
 from tests.support.slow import slow
 
 SUM, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
@@ -549,6 +549,24 @@ def test_a_wrong_field_is_named_with_the_reason(nano, fields, param, reason):
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
     assert error["message"].startswith(f"{param}: ")
     assert reason in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_takes_too_long_is_refused_within_the_answer(nano, monkeypatch, path, stream):
+    now = count()
+    monkeypatch.setattr(grammar, "thread_time", lambda: next(now))
+    body = {"structured_outputs": {"regex": "[0-9]{40}"}, "max_tokens": 60, "temperature": 0}
+    body |= {"prompt": SUM} if path == "/v1/completions" else asking(SUM)
+    if stream:
+        [error] = [found["error"] for _, found in nano.stream(path, body) if "error" in found]
+    else:
+        status, document = nano.post(path, body)
+        assert status == 400
+        error = document["error"]
+    assert error["param"] == "structured_outputs.regex"
+    assert "the grammar failed within the answer: it is too ambiguous" in error["message"]
+    assert comes(nano.at_rest)
 
 
 def test_one_grammar_is_made_for_several_answers(nano, monkeypatch):
