@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dsv4cli.command import Application, CommandGroup
+from dsv4cli.command import WRONG_ARGUMENT, Application, CommandGroup
 from dsv4cli.commands.chat import CHAT_EXAMPLES, chat
 from dsv4cli.commands.compiling import compile_ahead
 from dsv4cli.commands.convert import CONVERT_EXAMPLES, convert
@@ -35,8 +35,6 @@ from dsv4cli.version import __version__
 
 # prefix of environment variables that set options of `serve`
 SERVE_VARIABLES = "DSV4_SERVE"
-# Typer's UsageError, which it does not export
-WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 class _Commands(CommandGroup):

@@ -42,6 +42,11 @@ PANELS = {
 }
 PANEL_OF = {f"--{name}": panel for panel, names in PANELS.items() for name in names.split()}
 
+# Typer's UsageError, which it does not export
+WRONG_ARGUMENT: type[Exception] = typer.BadParameter.__bases__[0]
+# positional arguments that are text, which a shell cuts into words unless it is quoted
+TEXTS = ("PROMPT", "QUESTION")
+
 Function = TypeVar("Function", bound=Callable[..., None])
 # help text of an option or an argument: the left and the right column
 Row = tuple[str, str]
@@ -62,7 +67,20 @@ class Command(typer.core.TyperCommand):
         """Parse the arguments; the value of -m becomes the first positional one."""
         parsed, _, _ = self.make_parser(ctx).parse_args(args=[*args])
         named = parsed.get("named_model")
-        return super().parse_args(ctx, args if named is None else [named, *args])
+        try:
+            return super().parse_args(ctx, args if named is None else [named, *args])
+        except WRONG_ARGUMENT as error:
+            if "extra argument" in error.message:  # type: ignore[attr-defined]
+                error.message += self._too_many(ctx.command_path, named)  # type: ignore[attr-defined]
+            raise
+
+    def _too_many(self, command: str, named: str | None) -> str:
+        """Return what to do about too many positional arguments; '' if nothing is known."""
+        if named is not None:
+            return ". Name the model once: with --model, or without."
+        if any(one.param_type_name == "argument" and one.metavar in TEXTS for one in self.params):
+            return f'. Put a text with spaces in quotes: {command} "What is 17 + 25?"'
+        return ""
 
     def make_parser(self, ctx: Any) -> Any:
         """Make the parser, which also knows the other spelling of each option."""

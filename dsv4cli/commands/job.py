@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from dsv4cli.commands.compiling import NoCompilation, compiled_in_background
 from dsv4cli.commands.draft_report import report_no_drafter
 from dsv4cli.commands.hidden_folder import note_hidden_folder
+from dsv4cli.commands.model_notes import note_context, report_missing
 from dsv4cli.commands.obtain import obtain_model
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
 from dsv4cli.options import ModelOptions
@@ -222,7 +223,7 @@ class Job:
         if offload is not None:
             self.out.status(division_sentence(offload))
         report_no_drafter(self.out, self.source.identity.config, model, self.drafting)
-        _report_what_is_not_there(self.out, self.source)
+        report_missing(self.out, self.source)
         if self.source.name == BUILT_IN:
             self.out.status("nano is the small built-in model; to use another one, add --model")
         return model
@@ -249,6 +250,7 @@ def open_job(
     drafting = parse_drafting(options.draft)
     source = find(options.model) if find else obtain_model(out, options.model)
     note_hidden_folder(out, options.model)
+    note_context(out, options.max_context, source)
     check_drafter(source, drafting)
     memory = memory_limits(options.gpu_memory, options.host_memory)
     return Job(
@@ -262,24 +264,6 @@ def open_job(
         execution=Execution(options.dtype, options.exact, options.backend, memory),
         process=LocalProcess(options.device, compiler=compiler),
     )
-
-
-def _report_what_is_not_there(out: Output, source: "FolderSource | RandomSource") -> None:
-    """Print a line if the checkpoint has no drafter, and one for each thing that it does not state."""
-    from dsv4cli.engine.checkpoint.gguf.model import GgufIdentity
-    from dsv4cli.engine.config.keys import RELEASE_KEY
-
-    identity = source.identity
-    is_gguf = isinstance(identity, GgufIdentity)
-    for sentence in identity.assumptions if isinstance(identity, GgufIdentity) else ():
-        out.status(sentence)
-    if identity.config.drafter == "none":
-        out.status(
-            "drafts are off: the file has no drafter" if is_gguf else "the checkpoint has no drafter (no mtp.* tensors)"
-        )
-    if identity.config.release is None:
-        change = "" if is_gguf else f'; to change it, set "{RELEASE_KEY}" in config.json'
-        out.status(f"the checkpoint does not say its release; prompts use the format of {identity.release}{change}")
 
 
 def report_lookalikes(out: Output, lookalikes: Sequence[str]) -> None:

@@ -56,8 +56,21 @@ def test_every_command_takes_its_model_by_option(words):
 
 
 def test_a_model_is_named_once():
-    with pytest.raises(cli.WRONG_ARGUMENT, match="unexpected extra argument"):
+    with pytest.raises(cli.WRONG_ARGUMENT) as caught:
         parsed("inspect", "flash", "-m", "pro")
+    assert caught.value.message.endswith("(flash). Name the model once: with --model, or without.")
+
+
+@pytest.mark.parametrize("words", ["run", "chat"])
+def test_a_text_without_quotes_is_an_error_that_says_so(words):
+    with pytest.raises(cli.WRONG_ARGUMENT) as caught:
+        parsed(words, "What", "is", "17", "+", "25?")
+    assert caught.value.message.endswith(f'(is 17 + 25?). Put a text with spaces in quotes: {words} "What is 17 + 25?"')
+
+
+def test_other_arguments_too_many_get_no_advice():
+    with pytest.raises(cli.WRONG_ARGUMENT, match=r"\(C\)$"):
+        parsed("trace compare", "A", "B", "C")
     with pytest.raises(cli.WRONG_ARGUMENT, match="Missing"):
         parsed("inspect")
 

@@ -47,7 +47,7 @@ from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.terminal import keys_wait, pastes_marked
 from dsv4cli.environment import Environment
 from dsv4cli.errors import UsageError
-from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, takes_model_options
+from dsv4cli.options import ModelOptions, QuietOpt, SystemOpt, is_given, takes_model_options
 from dsv4cli.output import Output
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def chat(
     # on a terminal, the output of slash commands is an answer, so --quiet does not hide it
     out = Output(environment.colours, quiet=quiet and not _on_terminal())
     loading, state = Output(environment.colours, quiet=quiet), state_folder(environment.state_home)
-    _check(options.device, environment.torchrun, question)
+    _check(context, options.device, question, tool_exec)
     known: dict[str, Any] = {one.name: getattr(options, one.name, None) for one in fields(SessionChoices)}
     choices = SessionChoices(**known | {"url": url})
     given = given_choices(context, choices)
@@ -135,11 +135,12 @@ def _view(term: str, markdown: bool, show_thinking: bool) -> ChatView:
     return ChatView(on_terminal, on_terminal and escapes, markdown and sys.stdout.isatty() and escapes, show_thinking)
 
 
-def _check(device: str, torchrun: bool, question: str | None) -> None:
+def _check(context: typer.Context, device: str, question: str | None, tool_exec: str | None) -> None:
     from dsv4cli.engine.settings import check_device
 
     check_device(device)
-    if torchrun:
+    _check_used(context, question, tool_exec)
+    if context.obj.torchrun:
         raise UsageError(
             "chat cannot run under torchrun: it starts its own ranks, on one machine",
             "run it without torchrun and with --tp",
@@ -237,6 +238,16 @@ def _start(
             del conversation  # the chat holds the only reference, so that /model can free it
             greet(chat)
         converse(chat, options.question)
+
+
+def _check_used(context: typer.Context, question: str | None, tool_exec: str | None) -> None:
+    """Raise UsageError for options that would have no effect."""
+    if is_given(context, "sessions") and question is not None:
+        raise UsageError("a question and --sessions cannot be combined", "use one of them")
+    idle = [name for name in ("tool_timeout", "yes", "max_rounds") if is_given(context, name)]
+    if tool_exec is None and idle:
+        option = f"--{idle[0].replace('_', '-')}"
+        raise UsageError(f"{option} needs --tool-exec", "add --tool-exec COMMAND")
 
 
 def _calls(tool_exec: str | None, seconds: float, yes: bool, rounds: int) -> CallOptions:

@@ -214,8 +214,12 @@ def _follows(path: Path) -> str | None:
         return None
 
 
-def find_journal(folder: Path, which: str) -> Path:
-    """Return the journal with this number in `journals`, this name, or this prefix of one name. Raises UsageError."""
+def find_journal(folder: Path, which: str, listing: str = "dsv4 chat --sessions") -> Path:
+    """Return the journal with this number in `journals`, this name, or this prefix of one name. Raises UsageError.
+
+    Args:
+        listing: The command that lists the sessions, for errors.
+    """
     shown = journals(folder)
     if which.isdecimal() and 1 <= int(which) <= len(shown):
         return shown[int(which) - 1]
@@ -226,7 +230,7 @@ def find_journal(folder: Path, which: str) -> Path:
     if not shown:
         raise UsageError(f"there is no session to continue in {folder}", START)
     what = f"{len(names)} sessions begin with {which!r}" if names else f"there is no session {which!r}"
-    raise UsageError(what, "list them with `dsv4 chat --sessions` and use a number or a name")
+    raise UsageError(what, f"list them with `{listing}` and use a number or a name")
 
 
 def session_rows(folder: Path, most: int | None = None) -> list[list[str]]:

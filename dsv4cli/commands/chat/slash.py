@@ -9,6 +9,7 @@ from typing import NamedTuple
 from dsv4cli.commands.chat import settings as settings
 from dsv4cli.commands.chat import show_commands as show_commands
 from dsv4cli.commands.chat.journal import find_journal, session_rows
+from dsv4cli.commands.chat.session import Session
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.errors import UsageError
 from dsv4cli.output import counted
@@ -109,7 +110,7 @@ def _resume(chat: Chat, which: str) -> None:
     if not which:
         raise UsageError("/resume needs the number of a session", "use /sessions to list them")
     choices = chat.session.choices
-    chat.session.take_up(find_journal(chat.session.journal.folder, which))
+    chat.session.take_up(find_journal(chat.session.journal.folder, which, "/sessions"))
     chat.session.choices, chat.window.left_out = choices, 0  # keep the current settings
     chat.out.status(f"continuing after {counted(len(chat.session.messages), 'message')}; /history shows them")
 
@@ -159,11 +160,23 @@ def _read(chat: Chat, words: str) -> str:
 
 def _save(chat: Chat, name: str) -> None:
     path = _path(name)
+    _check_replaceable(chat, path)
     try:
         chat.session.write_file(path)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}", "use another file") from None
     chat.out.status(f"saved {counted(len(chat.session.messages), 'message')} to {path}")
+
+
+def _check_replaceable(chat: Chat, path: Path) -> None:
+    """Raise UsageError if a file exists that is not a conversation, so that a typo cannot destroy it."""
+    own = chat.session.file is not None and path.resolve() == chat.session.file.resolve()
+    if own or not path.is_file() or not path.stat().st_size:
+        return
+    try:
+        Session(chat.session.journal).load_file(path)
+    except UsageError:
+        raise UsageError(f"{path} exists and is not a conversation", "use another name, or remove it") from None
 
 
 def _load(chat: Chat, name: str) -> None:

@@ -107,8 +107,13 @@ def convert(
 def _required(source: str | None, output: Path | None, to: str | None, against: str | None) -> tuple[str, Path]:
     if against is not None:
         raise UsageError("--against needs --finish or --check", "remove it: a conversion is compared with its SRC")
-    if source is None or output is None or (to is None and not source.startswith("random:")):
+    if source is None or output is None:
         raise UsageError("convert needs SRC, DST and --to", "for example: dsv4 convert flash OUT --to bf16")
+    if to is None and not source.startswith("random:"):
+        raise UsageError(
+            "convert needs --to, the layout to write",
+            "for example --to bf16; dsv4 convert --help describes the layouts",
+        )
     return source, output
 
 

@@ -33,6 +33,8 @@ class LineFile:
         Raises:
             UsageError: the path is not a regular file, cannot be written, or is locked by another process.
         """
+        if path == Path("-"):
+            raise UsageError("--out - is not a file: answers go to stdout without --out", "omit --out, or use ./-")
         self.path = path.resolve()  # so that a symlink is kept
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK, 0o666)

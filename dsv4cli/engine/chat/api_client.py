@@ -1,7 +1,9 @@
 """Client of a server with OpenAI's API, and error messages for its refusals. Does not import torch."""
 
 import json
+import re
 import socket
+import ssl
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -50,6 +52,10 @@ class StreamEnded(Exception):
     """The connection of a stream was closed before the last event."""
 
 
+# the end of a URL as it is in a curl command or in the settings of a client
+_API_PATH = re.compile(r"/v1(/(chat/completions|completions|messages|responses|models))?$")
+
+
 @dataclass(frozen=True)
 class RawResponse:
     """A response of any status, as it arrived.
@@ -66,14 +72,14 @@ class RawResponse:
 
 
 class ApiClient:
-    """A server at a URL such as `http://localhost:8000`, with or without `/v1`. It sends one request at a time.
+    """A server at a URL such as `http://localhost:8000`, with or without an API path. It sends one request at a time.
 
     Redirects are not followed, so that the API key is never sent to another host.
     """
 
     def __init__(self, url: str, key: str = "") -> None:
         """Parse the URL. Raises UsageError if it is invalid."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = _API_PATH.sub("", url.rstrip("/"))
         self._key = key
         self._parts = _parts(self.url)
         self._socket: socket.socket | None = None  # the last request's
@@ -226,9 +232,10 @@ class ApiClient:
     def _unreachable(self, error: Exception, kind: type[ServerError] = ServerError) -> ServerError:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         if kind is NoConnection:
-            return kind(
-                f"cannot reach a server at {self.url}: {reason}", "start one with dsv4 serve, or correct the URL"
-            )
+            remedy = "start one with dsv4 serve, or correct the URL"
+            if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+                remedy = "the server does not use TLS: write http:// instead of https://"
+            return kind(f"cannot reach a server at {self.url}: {reason}", remedy)
         if isinstance(error, TimeoutError):
             return NoAnswer(f"{self.url} did not respond in time: {reason}", "try again; see also the server's log")
         return ConnectionLost(

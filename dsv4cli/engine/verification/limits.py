@@ -13,8 +13,8 @@ from dsv4cli.engine.verification.replies import readable, unreadable
 PATIENCE, LONG_PATIENCE = 30.0, 600.0
 # a server that is slow for other reasons has this multiple of the time of its slowest response, if that is more
 SLOWNESS = 2.0
-REASON = "Clients retry on 5xx and wait on a hang, so one wrong request can load a server without end."
-MEANING = "Errors of clients look like failures of the server, and retries make them worse."
+REASON = "Clients retry on 5xx, wait on a hang, and trust an answer, so a wrong request must be refused."
+MEANING = "A client's mistake looks like a failure of the server, which retries make worse, or stays unnoticed."
 # a prompt longer than the limit that servers of this model announce at most, in characters of one token or more
 LONGEST_LIMIT = 1 << 20
 QUICK = ("limits.malformed", "limits.fields", "limits.too-long")

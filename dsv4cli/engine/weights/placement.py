@@ -245,11 +245,14 @@ def _host_is_short(needed: int, memory: FreeMemory) -> NotEnoughMemory:
     """Return the error for ranks of a machine that lacks `needed` bytes for each of them."""
     assert memory.host_weights is not None
     ranks = f" of {memory.ranks_here} ranks" if memory.ranks_here > 1 else ""
-    return NotEnoughMemory(
-        f"the weights{ranks} take {needed * memory.ranks_here / 1e9:.2f} GB and cpu has "
-        f"{memory.host_weights / 1e9:.2f} GB free",
-        "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16",
-    )
+    needs, free = (f"{nbytes / 1e9:.2f} GB" for nbytes in (needed * memory.ranks_here, memory.host_weights))
+    smaller = "use a machine with more memory, or fewer layers of random weights: random:flash,layers=4,experts=16"
+    if memory.limits.host is not None:
+        return NotEnoughMemory(
+            f"the weights{ranks} take {needs} of host memory, and --host-memory allows {free}",
+            f"raise --host-memory; if the memory is not there, {smaller}",
+        )
+    return NotEnoughMemory(f"the weights{ranks} take {needs} and cpu has {free} free", smaller)
 
 
 def _slots(sizes: RankSizes, memory: FreeMemory, rows: int) -> int:

@@ -102,6 +102,24 @@ def test_a_device_or_a_pipe_is_not_replaced(chat, tmp_path):
     assert [one.name for one in tmp_path.glob(".pipe*")] == []
 
 
+@pytest.mark.parametrize("content", ["notes\n", "[]x", '{"a": 1}', b"\xff"], ids=repr)
+def test_saving_does_not_destroy_another_file(chat, tmp_path, content):
+    notes = tmp_path / "notes"
+    before = content if isinstance(content, bytes) else content.encode()
+    notes.write_bytes(before)
+    done = chat("hello", f"/save {notes}")
+    assert f"error: {notes} exists and is not a conversation\n" in done.err
+    assert notes.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"messages": []}', '[{"role": "user", "content": "earlier"}]'])
+def test_saving_replaces_an_earlier_conversation(chat, tmp_path, content):
+    (tmp_path / "talk.json").write_text(content)
+    done = chat("hello", f"/save {tmp_path}/talk.json")
+    assert "saved 2 messages" in done.err
+    assert json.loads((tmp_path / "talk.json").read_text())["messages"][0]["content"] == "hello"
+
+
 def test_a_session_with_tools_may_be_cleared_and_gone_on_with(chat, tmp_path):
     tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
     (tmp_path / "talk.json").write_text(json.dumps({"messages": [], "tools": [tool]}))
@@ -195,6 +213,8 @@ def test_a_session_that_is_not_there(chat):
         done = chat("/json", options=("--resume", which))
         assert (done.code, done.out) == (2, "")
         assert words in done.err
+        assert "list them with `dsv4 chat --sessions`" in done.err
+    assert "list them with `/sessions`" in chat("/resume 9").err
 
 
 def test_a_journal_that_cannot_be_read_is_listed_as_such(chat, tmp_path):

@@ -204,7 +204,7 @@ def test_an_output_inside_the_source_or_around_it(source, tmp_path, output):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("", ["convert needs SRC, DST and --to", "for example: dsv4 convert flash OUT --to bf16"]),
+        ("", ["convert needs --to, the layout to write", "for example --to bf16; dsv4 convert --help"]),
         ("--to bf16 --layers 5-2", ["--layers '5-2' names no layers", "FIRST-LAST"]),
         ("--to bf16 --layers 99", ["--layers 99: the model has 2 layers", "choose from 0-1"]),
         ("--to bf16 --layers 1-2", ["--layers 1-2: the model has 2 layers", "choose from 0-1"]),

@@ -323,3 +323,20 @@ def test_a_checkpoint_without_its_drafter_has_the_numbers_of_its_layers(dsv4, tm
     assert lines(done.out)[0]["logprobs"] == lines(whole.out)[0]["logprobs"]
     assert "the checkpoint has no drafter (no mtp.* tensors)" in done.err.splitlines()
     assert ("does not say its release" in done.err) is ("compress_ratios" in edit)
+
+
+@pytest.mark.parametrize("context", [8192, 8193])
+def test_a_context_above_the_models_is_noted(dsv4, context):
+    told = dsv4("run", "hi", "--max-context", str(context), "--show-prompt").err
+    words = f"--max-context {context:,} is above the model's limit of 8,192 tokens, which applies\n"
+    assert told == (words if context > 8192 else "")
+
+
+def test_answers_do_not_go_to_a_file_that_is_named_like_stdout(dsv4, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "q.jsonl").write_text('{"prompt": "hi"}\n')
+    done = dsv4("run", "--prompts", "q.jsonl", "--out", "-", "--model", SMALL)
+    assert (done.code, [path.name for path in tmp_path.iterdir()]) == (2, ["q.jsonl"])
+    assert done.err.endswith(
+        "error: --out - is not a file: answers go to stdout without --out\n→ omit --out, or use ./-\n"
+    )

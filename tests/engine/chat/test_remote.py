@@ -24,6 +24,17 @@ def conversation(server, **limits):
     return RemoteConversation(ApiClient(server.url), MODEL, "off", Limits(**limits))
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions", "/v1/models/", "/v1/messages"])
+def test_a_url_may_have_the_path_of_a_request(end):
+    assert ApiClient(f"http://localhost:8000/llm{end}").url == "http://localhost:8000/llm"
+
+
+def test_https_to_a_server_without_tls_says_so(server):
+    with pytest.raises(ServerError, match="cannot reach a server") as caught:
+        ApiClient(server.url.replace("http://", "https://")).get("/v1/models")
+    assert caught.value.remedy == "the server does not use TLS: write http:// instead of https://"
+
+
 def user(text):
     return {"role": "user", "content": text}
 

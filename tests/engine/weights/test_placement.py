@@ -124,6 +124,10 @@ def test_on_a_cpu_the_ranks_need_it_together():
     with pytest.raises(NotEnoughMemory, match=r"of 2 ranks take 158\.39 GB and cpu has 100\.00 GB free"):
         decide(sizes, FreeMemory(None, 100 * GB, 2), SEVEN)
     assert decide(sizes, FreeMemory(None, 100 * GB, 2, MemoryLimits(host=200 * GB)), SEVEN).drafter
+    limit = r"of 2 ranks take 158\.39 GB of host memory, and --host-memory allows 9\.00 GB"
+    with pytest.raises(NotEnoughMemory, match=limit) as caught:
+        decide(sizes, FreeMemory(None, 200 * GB, 2, MemoryLimits(host=9 * GB)), SEVEN)
+    assert caught.value.remedy.startswith("raise --host-memory; ")
 
 
 FLASH_TOTAL, FLASH_MAIN = 159_609_485_896, 159_609_485_896 - 3_593_787_756
