@@ -25,7 +25,8 @@ from tests.support.waiting import comes, says
 CHAT = [sys.executable, "-m", "dsv4cli", "chat", "--tp", "2", "--temperature", "0", "--no-history"]
 # goes on for minutes, whatever is asked
 ENDLESS = ["--model", "random:tiny,layers=1,seed=6", "--dtype", "float32"]
-SECONDS = 60
+# a guard, not an expectation: other tests may have the machine's cores
+SECONDS = 600
 
 
 def started(folder, *arguments):

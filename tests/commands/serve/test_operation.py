@@ -115,7 +115,7 @@ def test_sighup_under_32_streams_loses_none(keys):
             assert b'"error"' not in content
             assert content.count(b'"finish_reason":"length"') == 1
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 143
+        assert server.process.wait(SECONDS) == 143
 
 
 def test_a_terminal_that_is_closed_ends_a_server_with_keys(keys):

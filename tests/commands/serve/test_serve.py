@@ -24,7 +24,8 @@ from tests.support.waiting import comes, says
 SERVE = [sys.executable, "-m", "dsv4cli", "serve", "--port", "0", "--cache-memory", "64MB"]
 ENDLESS = {"messages": [{"role": "user", "content": "go on"}], "ignore_eos": True, "max_tokens": 5000, "stream": True}
 KEY = "a-key-of-this-test"
-SECONDS = 90
+# a guard, not an expectation: other tests may have the machine's cores
+SECONDS = 600
 
 
 @contextmanager
@@ -52,9 +53,9 @@ def ask(url, body=None, **headers):
     return urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=SECONDS)
 
 
-def ended(process, seconds=30):
+def ended(process):
     """How it has ended, and what it has said."""
-    out, err = process.communicate(timeout=seconds)
+    out, err = process.communicate(timeout=SECONDS)
     assert out == ""
     return process.returncode, err.splitlines()
 
@@ -101,7 +102,7 @@ def test_a_second_signal_ends_it_at_once():
         process.send_signal(signal.SIGTERM)
         assert says("running answers have", process.stderr)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 143
+        assert process.wait(SECONDS) == 143
         stream.close()
 
 
@@ -124,7 +125,7 @@ def test_a_terminal_that_is_closed_lets_answers_finish():
         os.close(master)
         process.send_signal(signal.SIGHUP)
         assert stream.read().endswith(b"data: [DONE]\n\n")
-        assert process.wait(60) == 129
+        assert process.wait(SECONDS) == 129
     finally:
         killer.cancel()
         process.kill()
@@ -143,7 +144,7 @@ def test_nohup_holds():
             one.send_signal(signal.SIGHUP)
             assert ask(f"{url}/health").status == 200
             one.send_signal(signal.SIGTERM)
-            assert one.wait(60) == 143
+            assert one.wait(SECONDS) == 143
         finally:
             killer.cancel()
             one.kill()
