@@ -21,6 +21,9 @@ SEND_BUFFER = 256 << 10
 FRESH_SECONDS = 1.0
 # how often a half-closed connection is checked for a reset
 PROBE_SECONDS = 0.25
+# a client that vanishes without closing its connection, such as a laptop that sleeps, is noticed after
+# ALONE_SECONDS + PROBES * BETWEEN_PROBES seconds. The system's usual time is two hours
+ALONE_SECONDS, BETWEEN_PROBES, PROBES = 30, 10, 3
 # key of the connection in a request's scope
 CONNECTION = "connection"
 
@@ -71,10 +74,10 @@ class BoundedProtocol(H11Protocol):
         self.late = len(self._open()) > self.limits.connections
         self.app_state = {CONNECTION: self}
         transport.set_write_buffer_limits(high=0)  # any byte that is not sent at once pauses writing
-        with suppress(OSError):  # a socket without TCP options
-            own = transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own = transport.get_extra_info("socket")
+        with suppress(OSError):
             own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        _notice_end(own)
         self._expect_headers()
 
     def data_received(self, data: bytes) -> None:
@@ -200,6 +203,15 @@ class BoundedProtocol(H11Protocol):
             self._expect_reading()
         else:
             self.transport.abort()
+
+
+def _notice_end(own: socket.socket) -> None:
+    """Let the system probe a connection that is silent, and end it if the client has vanished."""
+    with suppress(OSError, AttributeError):  # a socket without TCP options, or a system with others
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ALONE_SECONDS)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, BETWEEN_PROBES)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
 def connection_of(scope: Scope) -> BoundedProtocol | None:

@@ -211,6 +211,18 @@ def test_a_client_that_goes_ends_its_request(small):
     assert comes(lambda: small.tasks() == 1)
 
 
+def test_a_client_that_vanishes_is_noticed_within_a_minute(small):
+    """The system probes its connection, also while nothing is sent."""
+    with connected(small):
+        assert comes(lambda: small.server.server_state.connections)
+        own = next(iter(small.server.server_state.connections)).transport.get_extra_info("socket")
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, between, count = (
+            own.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}")) for name in ("IDLE", "INTVL", "CNT")
+        )
+        assert idle + between * count <= 60
+
+
 def test_a_request_that_cannot_be_ended_fails_those_beside_it_and_no_later_ones(small, monkeypatch):
     """A state of it is kept, for which there may be no memory."""
     cancel = small.engine.cancel
