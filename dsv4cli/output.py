@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from dsv4cli.errors import Dsv4Error
+from dsv4cli.folding import folded
 from dsv4cli.harmless import LONGEST_WORD, brief_line, harmless, harmless_line
 from dsv4cli.progress import LineClock, WorkProgress, bar, reported_regularly
 
@@ -25,8 +26,6 @@ BOLD, RED, YELLOW, DIM, RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[2m", "\
 # escaped in JSON in addition to C0: DEL, C1, bidirectional controls, and U+2028 and U+2029, which can end a line
 DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 ESCAPED = {code: f"\\u{code:04x}" for code in (*range(127, 160), 0x2028, 0x2029, *DIRECTIONS)}
-# indentation of wrapped lines on a narrow terminal
-FOLDED = "    "
 # columns of a paragraph
 WIDTH = 80
 # characters of a line of advice: a path may be that long (Linux's PATH_MAX), and a command is pasted whole
@@ -83,7 +82,7 @@ class Output:
                 cell.rjust(width) if numbers and column else cell.ljust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             ]
-            for line in _folded("  ".join(cells).rstrip(), sys.stdout).split("\n"):
+            for line in folded("  ".join(cells).rstrip(), sys.stdout).split("\n"):
                 self.line(line)
 
     def document(self, value: Mapping[str, Any]) -> None:
@@ -224,7 +223,7 @@ class Output:
 
     def _remark(self, text: str, style: str) -> None:
         if not self.silent:
-            _write(sys.stderr, _styled(_folded(text, sys.stderr), style, self.colours.stderr))
+            _write(sys.stderr, _styled(folded(text, sys.stderr), style, self.colours.stderr))
 
 
 def stdout_columns() -> int:
@@ -251,17 +250,6 @@ def _json(value: Mapping[str, Any]) -> str:
 
 def _styled(text: str, style: str, wanted: bool) -> str:
     return f"{style}{text}{RESET}" if wanted else text
-
-
-def _folded(text: str, stream: TextIO) -> str:
-    """Return a line wrapped between words at the terminal's width; unchanged if the stream is not a terminal."""
-    if not stream.isatty():
-        return text
-    width = os.get_terminal_size(stream.fileno()).columns
-    if width <= len(FOLDED) or len(text) <= width:
-        return text
-    lines = textwrap.wrap(text, width, subsequent_indent=FOLDED, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines)
 
 
 def _advice(text: str) -> str:

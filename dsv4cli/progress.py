@@ -19,8 +19,18 @@ SECONDS_BETWEEN_LINES = 30.0
 @contextmanager
 def bar(label: str, coloured: bool, *columns: "ProgressColumn") -> Iterator[Callable[..., None]]:
     """Yield a function that updates a bar on stderr's terminal: `completed`, `total`, `description`, `rate`."""
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
+    from rich.console import Console, RenderableType
+    from rich.progress import Progress, ProgressColumn, Task, TextColumn
+
+    class OnceKnown(ProgressColumn):
+        """A column that is empty until the amount of work is known."""
+
+        def __init__(self, column: ProgressColumn) -> None:
+            super().__init__(column.get_table_column())
+            self._column = column
+
+        def render(self, task: Task) -> RenderableType:
+            return "" if task.total is None else self._column(task)
 
     console = Console(stderr=True, no_color=not coloured)
     if console.is_dumb_terminal:  # Rich would leave an empty line there
@@ -29,7 +39,7 @@ def bar(label: str, coloured: bool, *columns: "ProgressColumn") -> Iterator[Call
     words = TextColumn("{task.description}", markup=False)
     # if stdout is a terminal, its output appears above the bar
     both = sys.stdout.isatty()
-    with Progress(words, *columns, console=console, transient=True, redirect_stdout=both) as progress:
+    with Progress(words, *map(OnceKnown, columns), console=console, transient=True, redirect_stdout=both) as progress:
         task = progress.add_task(brief_line(label), total=None, rate="")
         yield lambda **changes: progress.update(task, **changes)
 

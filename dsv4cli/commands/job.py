@@ -13,6 +13,7 @@ from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.model_notes import note_context, report_missing
 from dsv4cli.commands.obtain import obtain_model
 from dsv4cli.commands.offload_report import division_sentence, memory_limits
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.options import ModelOptions
 from dsv4cli.output import Output, size_text
 
@@ -145,6 +146,7 @@ class Job:
             prompts: Length of each prompt in tokens; None if unknown.
             sampled: Whether tokens will be sampled.
         """
+        import_torch(self.out)
         from dsv4cli.engine.system.backend import use
 
         with use(self.kernels), self._compiled(prompts, sampled) as compiled:

@@ -1,8 +1,11 @@
 """What takes long to import is imported where it is needed: not for help, a refusal, or what needs no tensors."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 from tests.support.damage import GOLDEN
 from tests.support.program import ROOT
@@ -69,3 +72,36 @@ def test_nothing_heavy_is_imported_where_nothing_is_computed():
 def test_another_engine_needs_no_tensors():
     found, _ = imported_by(CACHED)
     assert {*map(tuple, found)} <= {(0,), (0, "huggingface_hub")}
+
+
+# prints what a terminal shows while PyTorch is imported, which it prevents
+ANNOUNCED = """
+import os, sys
+from dsv4cli import cli, output
+shown = ['']
+output.Output.wait = lambda out, text: shown.append(text)
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name == 'torch':
+            print(shown[-1], flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Torch())
+cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["run hi", "chat hi", "eval --limit 1", "serve --port 0", "convert nano OUT --to bf16",
+     "trace record --out OUT", "trace bisect --slots", "trace bisect --prefill-chunk 1", "trace compare A B",
+     "profile kernels", "profile step", "profile warm"],
+)  # fmt: skip
+def test_a_terminal_shows_that_pytorch_is_imported(tmp_path, line):
+    command = [sys.executable, "-c", ANNOUNCED, *line.split()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("importing PyTorch …\n", "")

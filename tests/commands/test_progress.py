@@ -1,6 +1,7 @@
 """Progress of long work where stderr is not a terminal: a line every 30 seconds, from the first half minute on."""
 
 import io
+import os
 import threading
 from contextlib import redirect_stderr
 
@@ -104,3 +105,39 @@ def test_a_wait_is_told_every_thirty_seconds(monkeypatch):
     assert not clock.due(waiting=False)
     assert not clock.due(waiting=True)
     assert progress.SECONDS_BETWEEN_LINES == 30
+
+
+class Screen(io.StringIO):
+    """A stderr that is a terminal, of 50 columns."""
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 0
+
+
+@pytest.fixture
+def screen(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(output_module.os, "get_terminal_size", lambda *descriptor: os.terminal_size((50, 20)))
+    return Screen()
+
+
+@pytest.mark.parametrize("shown", ["progress", "counting"])
+def test_an_unknown_amount_is_not_shown_as_a_question_mark(screen, shown):
+    with redirect_stderr(screen), getattr(Output(Colours()), shown)("loading") as show:
+        assert "loading" in screen.getvalue()
+        assert "/?" not in screen.getvalue()
+        assert "%" not in screen.getvalue()
+        show(1, 2) if shown == "progress" else show(1, 2, "7 tokens/s")
+    assert "1/2" in screen.getvalue()
+
+
+@pytest.mark.parametrize("quantity", ["0.16 s", "12 min 20 s", "3.2 GB,", "95 %"])
+def test_a_number_stays_on_the_line_of_its_unit(screen, quantity):
+    for length in range(30, 50):
+        with redirect_stderr(screen):
+            Output(Colours()).status(f"{'x' * length} {quantity}")
+    assert not [line for line in screen.getvalue().splitlines() if line.strip() in ("s", "GB,", "%")]
+    assert "\0" not in screen.getvalue()

@@ -11,6 +11,7 @@ from dsv4cli.commands.chat.ranks import open_conversation
 from dsv4cli.commands.chat.turn import Chat
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.obtain import obtain_model
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.commands.terminal import keys_wait
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.harmless import shell_word
@@ -69,6 +70,7 @@ class Models:
 
     def open(self) -> "Conversation":
         """Load the job's model and return a conversation with it. Raises Dsv4Error."""
+        import_torch(self.job.out)
         conversation = self._opened.enter_context(open_conversation(self.job, self._ranks))
         conversation.report_preparing(self.job.out.compiling)
         return conversation

@@ -29,6 +29,7 @@ from dsv4cli.commands.convert.options import (
 )
 from dsv4cli.commands.convert.rounding import report_rounding
 from dsv4cli.commands.hidden_folder import note_hidden_folder
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 from dsv4cli.options import DeviceOpt, LayersOpt, NoMtpOpt, QuietOpt
@@ -95,7 +96,7 @@ def convert(
     if finish is not None or look is not None:
         given = [source, output, to, ranks, layers, experts, attention, shard, no_mtp or None, dry_run or None]
         return join(out, finish, look, ComparisonOptions(against, check, workers), given)
-    source, output = _required(source, output, to, against)
+    source, output = _required(out, source, output, to, against)
     from dsv4cli.engine.conversion.options import ConversionOptions
 
     options = ConversionOptions(
@@ -104,7 +105,10 @@ def convert(
     return _begin(out, source, output, options, check, dry_run=dry_run)
 
 
-def _required(source: str | None, output: Path | None, to: str | None, against: str | None) -> tuple[str, Path]:
+def _required(
+    out: Output, source: str | None, output: Path | None, to: str | None, against: str | None
+) -> tuple[str, Path]:
+    """Return SRC and DST, with PyTorch imported. Raises UsageError if an argument is missing."""
     if against is not None:
         raise UsageError("--against needs --finish or --check", "remove it: a conversion is compared with its SRC")
     if source is None or output is None:
@@ -114,6 +118,7 @@ def _required(source: str | None, output: Path | None, to: str | None, against: 
             "convert needs --to, the layout to write",
             "for example --to bf16; dsv4 convert --help describes the layouts",
         )
+    import_torch(out)
     return source, output
 
 

@@ -31,6 +31,7 @@ from dsv4cli.commands.server_options import (
     check_server,
     open_server,
 )
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.errors import UsageError
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, TpOpt, takes_model_options
@@ -183,6 +184,7 @@ def _report_questions(job: Job, given: EvalOptions, asking: Asking) -> None:
 
 def _results(job: Job, tp: int | None, started: bool, read: Callable[[], Asking]) -> ModelResults | None:
     """Return the results of the model; None in a follower rank."""
+    import_torch(job.out)
     from dsv4cli.engine.system.device import free_unused
 
     found: list[ModelResults] = []

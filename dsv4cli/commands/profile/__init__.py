@@ -10,6 +10,7 @@ from dsv4cli.commands.hidden_folder import note_hidden_folder
 from dsv4cli.commands.profile.draft_report import show_drafts
 from dsv4cli.commands.profile.report import show_changes, show_kernels, show_step
 from dsv4cli.commands.profile.warm import WARM_EXAMPLES, warm
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.errors import UnsoundResult
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import BackendOpt, DeviceOpt, JsonOpt, ModelArg, QuietOpt, epilog
@@ -119,6 +120,7 @@ def kernels(
     With --json, every operation is timed again at the end of the run; with --baseline, only those that seem to have
     changed. A change is reported only if every pass shows it.
     """
+    out = import_torch(Output(context.obj.colours, as_json, quiet))
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import kernels_document
     from dsv4cli.engine.profiling.kernels import check_context, profile_kernels, read_shapes, read_tokens, time_again
@@ -126,7 +128,7 @@ def kernels(
     from dsv4cli.engine.system.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out, counts, torch_device = Output(context.obj.colours, as_json, quiet), read_tokens(tokens), resolve_device(device)
+    counts, torch_device = read_tokens(tokens), resolve_device(device)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "kernels")
     if plot is not None:
         check_plot(plot)
@@ -177,6 +179,7 @@ def step(
     --draft also times steps that verify draft tokens. Their rows are random tokens, which share few experts. Rows of
     real text share more experts and cost no more.
     """
+    out = import_torch(Output(context.obj.colours, as_json, quiet))
     from dsv4cli.engine.checkpoint.source import check_drafter, resolve_model
     from dsv4cli.engine.profiling.ceilings import measure_ceilings
     from dsv4cli.engine.profiling.document import step_document
@@ -187,7 +190,6 @@ def step(
     from dsv4cli.engine.system.backend import resolve_backend
     from dsv4cli.engine.system.device import resolve_device
 
-    out = Output(context.obj.colours, as_json, quiet)
     source, torch_device, drafting = resolve_model(model), resolve_device(device), parse_drafting(draft)
     note_hidden_folder(out, model)
     chosen, old = resolve_backend(backend, torch_device), _baseline(baseline, "step")

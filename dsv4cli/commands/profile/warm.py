@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.commands.compiling import compiled_sentence
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.errors import Dsv4Error, UsageError
 from dsv4cli.model_names import complete_model
 from dsv4cli.options import DraftOpt, ExactOpt, JsonOpt, QuietOpt
@@ -69,6 +70,7 @@ def warm(
     out = Output(context.obj.colours, as_json, quiet)
     if serve and batch > 1:
         raise UsageError("--serve and --batch cannot be combined", "remove --batch: serve answers up to 64 at once")
+    import_torch(out)
     from dsv4cli.engine.compiling.card import find_card
     from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
     from dsv4cli.engine.compiling.process import cache_folder

@@ -1,7 +1,7 @@
 """`dsv4 serve`: an HTTP server with OpenAI- and Anthropic-compatible APIs."""
 
 from time import perf_counter
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -16,9 +16,13 @@ from dsv4cli.commands.serve.access import (
 from dsv4cli.commands.serve.engine_options import EngineOptions, check_combination
 from dsv4cli.commands.serve.engine_server import Listen, serve_with_engine
 from dsv4cli.commands.serve.run_server import Policy, serve_model
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.errors import UsageError, extra_remedy
 from dsv4cli.options import ModelArg, ModelOptions, QuietOpt, takes_model_options, takes_options
 from dsv4cli.output import Output
+
+if TYPE_CHECKING:
+    from dsv4cli.engine.server.warm import CacheOptions
 
 ServeTpOpt = Annotated[
     int | None,
@@ -141,13 +145,10 @@ def serve(
         return serve_with_engine(out, options, engine_options, listen)
     _check_packages()
     compiler = early_compiler(options)
-    from dsv4cli.engine.server.warm import CacheOptions
-    from dsv4cli.engine.settings import parse_size
-
+    import_torch(out)
     fields = ("reasoning_content", "reasoning") if reasoning_field == "both" else (reasoning_field,)
-    memory = None if cache_memory is None else parse_size("--cache-memory", cache_memory)
     policy = Policy(
-        guard_of(address, access), CacheOptions(memory, step_ms), names, max_queue, grace, options.seed, fields,
+        guard_of(address, access), _cache(cache_memory, step_ms), names, max_queue, grace, options.seed, fields,
         log_prompts, not no_store, access.api_key_file, access.root_path, health_timeout, log_json and not quiet,
     )  # fmt: skip
     policy.warn(out)
@@ -165,6 +166,13 @@ def _check(device: str, torchrun: bool, host: str, names: tuple[str, ...]) -> No
             "serve cannot run under torchrun: it starts its own ranks, on one machine",
             "run it without torchrun and with --tp",
         )
+
+
+def _cache(cache_memory: str | None, step_ms: float | None) -> "CacheOptions":
+    from dsv4cli.engine.server.warm import CacheOptions
+    from dsv4cli.engine.settings import parse_size
+
+    return CacheOptions(None if cache_memory is None else parse_size("--cache-memory", cache_memory), step_ms)
 
 
 def _check_packages() -> None:

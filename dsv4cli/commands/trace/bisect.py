@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from dsv4cli.command import OTHER_SIDE
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.commands.trace.compare import PlotOpt, StagesOpt, checked
 from dsv4cli.commands.trace.report import show_comparison
 from dsv4cli.commands.trace.side import LayersOpt, WhatOpt, parts_of
@@ -103,6 +104,7 @@ def bisect(
         TextOptions(prompt, ids, prompts, steps),
         parts_of(layers, what),
     )
+    import_torch(out)
     with kept(keep) as folder, checked(plot) as draw:
         sides = Sides(out, model, change, given, parts, folder)
         comparisons = sides.slots() if slots else [sides.compared()]

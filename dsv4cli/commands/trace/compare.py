@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.commands.trace.report import show_comparison
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
@@ -51,10 +52,11 @@ def compare(
     distance that rounding alone causes, as measured by `record`. It names the first stage whose distance rounding does
     not explain. The exit code is 3 if there is one.
     """
+    out = Output(context.obj.colours, as_json, quiet)
+    import_torch(out)
     from dsv4cli.engine.tracing.opened import open_recording
     from dsv4cli.engine.tracing.report import compared
 
-    out = Output(context.obj.colours, as_json, quiet)
     with checked(plot) as draw:
         left = open_recording(one)
         right = open_recording(other, left.manifest)

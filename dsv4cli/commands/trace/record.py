@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dsv4cli.commands.job import Job, open_job
+from dsv4cli.commands.starting import import_torch
 from dsv4cli.commands.trace.side import (
     LayersOpt,
     WhatOpt,
@@ -111,6 +112,7 @@ def _texts_of(job: Job, like: Path) -> "list[Text]":
 
 
 def _record(job: Job, texts: "list[Text]", folder: Path, parts: dict[str, Any], tp: int | None, *, noise: bool) -> None:
+    import_torch(job.out)
     from dsv4cli.engine.tracing.passes import Pass, Plan
     from dsv4cli.engine.tracing.record import keep_noise, with_twins
     from dsv4cli.engine.tracing.recording import make_folder
