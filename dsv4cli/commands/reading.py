@@ -1,11 +1,28 @@
-"""Prefill progress of long prompts, shown on a terminal where the answer will appear."""
+"""Progress while prompts are read: of many prompts before the model loads, and of the prefill of long ones."""
 
+from collections.abc import Iterator, Sequence
 from time import perf_counter
+from typing import TypeVar
 
 from dsv4cli.output import Output, duration_text
 
 # minimum tokens of a prompt for which progress is shown
 MANY_TOKENS = 1000
+# items between updates of the progress of many
+ITEMS_BETWEEN = 500
+
+Item = TypeVar("Item")
+
+
+def each(out: Output, items: Sequence[Item], label: str) -> Iterator[Item]:
+    """Yield the items. If there are many, show how many are done."""
+    try:
+        for number, item in enumerate(items):
+            if number and number % ITEMS_BETWEEN == 0:
+                out.wait(f"{label}: {number:,} of {len(items):,} …")
+            yield item
+    finally:
+        out.wait("")
 
 
 class Reading:

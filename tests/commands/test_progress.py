@@ -9,6 +9,7 @@ import pytest
 
 from dsv4cli import output as output_module
 from dsv4cli import progress
+from dsv4cli.commands import reading
 from dsv4cli.output import Colours, Output, duration_text, size_text
 from dsv4cli.progress import LineClock, WorkProgress
 
@@ -132,6 +133,18 @@ def test_an_unknown_amount_is_not_shown_as_a_question_mark(screen, shown):
         assert "%" not in screen.getvalue()
         show(1, 2) if shown == "progress" else show(1, 2, "7 tokens/s")
     assert "1/2" in screen.getvalue()
+
+
+def test_many_prompts_that_are_read_are_counted(screen, monkeypatch):
+    monkeypatch.setattr(reading, "ITEMS_BETWEEN", 2)
+    with redirect_stderr(screen):
+        assert [*reading.each(Output(Colours()), "abcde", "reading prompts")] == [*"abcde"]
+        shown = screen.getvalue()
+        assert [one for one in shown.split("\r") if one.strip()] == [
+            "reading prompts: 2 of 5 …",
+            "reading prompts: 4 of 5 …",
+        ]
+        assert shown.endswith("\r")  # and removed
 
 
 @pytest.mark.parametrize("quantity", ["0.16 s", "12 min 20 s", "3.2 GB,", "95 %"])

@@ -11,6 +11,7 @@ from dsv4cli.commands.clock import TOKENS_BETWEEN, Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job
 from dsv4cli.commands.offload_report import report_traffic
+from dsv4cli.commands.reading import each
 from dsv4cli.errors import UsageError
 from dsv4cli.harmless import shell_word
 from dsv4cli.output import Output, counted
@@ -147,7 +148,7 @@ def _eval_requests(job: Job, asked: "EvalSet", by_answer: bool) -> "list[EvalReq
     from dsv4cli.engine.evaluation.eval_request import build_request
 
     requests, bad = [], []
-    for index, item in enumerate(asked.items):
+    for index, item in enumerate(each(job.out, asked.items, "reading questions")):
         try:
             requests.append(build_request(index, item, job.dialogue, job.sampling, job.limits, by_answer))
         except UsageError as error:

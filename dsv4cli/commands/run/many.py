@@ -13,6 +13,7 @@ from dsv4cli.commands.clock import TOKENS_BETWEEN, Clock
 from dsv4cli.commands.draft_report import report_drafts
 from dsv4cli.commands.job import Job, report_lookalikes
 from dsv4cli.commands.offload_report import report_traffic
+from dsv4cli.commands.reading import each
 from dsv4cli.commands.run.modes import model_answers, record_of
 from dsv4cli.commands.run.show import InOrder
 from dsv4cli.errors import UsageError
@@ -108,7 +109,7 @@ def _prompts(job: Job, source: Source) -> "tuple[list[Question], list[list[int]]
 
     questions, bad = read_questions(source.path, source.system, source.part)
     good, prompts, lookalikes = [], [], dict[str, None]()
-    for question in questions:
+    for question in each(job.out, questions, "reading prompts"):
         try:
             prompt = job.dialogue.prompt(question.messages)
             max_new_tokens(prompt.ids, job.dialogue.config, question.limits(job.limits))
@@ -139,7 +140,7 @@ def _answers_of(
     from dsv4cli.engine.runtime.request import Request
 
     answers = []
-    for question, ids in zip(questions, prompts, strict=True):
+    for question, ids in each(job.out, [*zip(questions, prompts, strict=True)], "preparing prompts"):
         count, limits = question.samples or source.samples, question.limits(job.limits)
         for sample in range(count):
             sampling = question.sampling(defaults, sample)
@@ -274,7 +275,7 @@ def score_texts(job: Job, items: "Sequence[ScoreItem]") -> None:
     """Print the scores as JSON lines in the order of the items."""
     from dsv4cli.engine.runtime.limits import check_texts
 
-    sequences = [item.ids or _ids(job, item) for item in items]
+    sequences = [item.ids or _ids(job, item) for item in each(job.out, items, "reading texts")]
     check_texts(sequences, job.source.identity.config, job.limits)
     with job.model([len(ids) for ids in sequences], sampled=False) as model:
         from dsv4cli.engine.runtime.score import score

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from dsv4cli.commands import reading
 from dsv4cli.commands.run import many
 from dsv4cli.engine.chat.answer_file import AnswerFile
 from dsv4cli.engine.runtime import runner
+from dsv4cli.output import Output
 from tests.support.program import SMALL
 
 USER = "<｜User｜>"
@@ -259,3 +261,15 @@ def test_answers_are_put_in_order_in_a_file_of_the_longest_name(tmp_path):
     file.close()
     assert [line["index"] for line in lines(out.read_text())] == [0, 1]
     assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("option", ["--prompts", "--score"])
+def test_a_terminal_shows_how_many_lines_are_read(dsv4, tmp_path, monkeypatch, option):
+    shown = []
+    monkeypatch.setattr(reading, "ITEMS_BETWEEN", 2)
+    monkeypatch.setattr(Output, "wait", lambda out, text: shown.append(text))
+    line = '{"prompt": "hi"}\n' if option == "--prompts" else '{"text": "hi"}\n'
+    (tmp_path / "lines").write_text(3 * line)
+    assert dsv4("run", option, str(tmp_path / "lines"), *SHORT).code == 0
+    what = ["reading prompts", "preparing prompts"] if option == "--prompts" else ["reading texts"]
+    assert {f"{one}: 2 of 3 …" for one in what} <= {*shown}
