@@ -28,7 +28,7 @@ ROWS = (1, 2, 4, 8, 9, *(count + more for count in (16, 32, 64, 128, 256, 512, 1
 # tokens of each prompt, to try for steps with several prompts
 EACH = (2, 12, 24, 48, 96, 192, 384, 768)
 # in chunks of up to this many tokens, several kernels depend on the number of earlier tokens; in longer chunks, only
-# the indexer's top-k does
+# the indexer's scores and top-k do
 FEW = 64
 
 
@@ -151,6 +151,10 @@ def prompts(demand: Demand) -> Iterator[Step | Span]:
             yield Span(first, last, sampling, longer, place)
         if place + FEW < demand.context:
             yield Span(FEW + 1, FEW + 1, sampling, longer, place)
+    # scores depend on the product of new and earlier tokens: the largest chunk after the most earlier tokens
+    far = max(demand.longest, default=demand.context) - most - 1
+    if far > 0:
+        yield Span(most, most, sampling, max(demand.longest, default=None), far)
 
 
 def _sampled(computed: Sequence[int], samplings: Sequence[Sampling]) -> list[tuple[int, Sampling]]:

@@ -1,6 +1,7 @@
 """The list of kernels, found without data: whatever a run launches is on it, under the name that Triton looks for."""
 
 import json
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,10 @@ from tests.support.gguf_models import UNSLOTH, write_nano
 pytest.importorskip("triton")
 
 from dsv4cli.engine.compiling.dry_run import DryRun
+from dsv4cli.engine.compiling.no_data import CUDA
+from dsv4cli.kernels.card import CARDS, described
 from dsv4cli.kernels.experts.kernel.fp8_hopper import WIDTHS, _is_few, chunk
+from dsv4cli.kernels.indexer.kernel import tokens_per_program
 
 
 def dry_run(tmp_path, *arguments: object, module: str = "dry_runs") -> dict[str, object]:
@@ -69,6 +73,25 @@ def test_the_search_finds_every_width_of_chunks_of_experts(experts, width, lengt
         for task in prompts(dry._demand):
             step(task) if isinstance(task, Step) else dry._explore(task)
     assert found == {widths(tokens) for tokens in range(1, 8193)}
+
+
+@pytest.mark.parametrize("chunk", [128, 512, 4096, 8192])
+@pytest.mark.parametrize("lengths", [None, [9, 9]])
+def test_the_search_finds_every_number_of_tokens_that_share_keys(chunk, lengths):
+    found = set()
+    dry = DryRun.__new__(DryRun)
+    dry._demand = replace(demand(lengths, max_context=262_144, max_tokens=262_144), chunk=chunk)
+
+    def step(one: Step) -> frozenset[object]:
+        entries = max(tokens + place for tokens, place in one.chunks) // 4
+        kernels = frozenset({tokens_per_program(sum(tokens for tokens, _ in one.chunks), entries, CUDA)})
+        found.update(kernels)
+        return kernels
+
+    with patch.object(dry, "_step", step), described(CARDS["h200"]):
+        for task in prompts(dry._demand):
+            step(task) if isinstance(task, Step) else dry._explore(task)
+    assert found == {8, 64}
 
 
 def test_the_kernels_of_gguf_blocks_are_compiled_ahead(tmp_path):
