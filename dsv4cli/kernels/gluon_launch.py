@@ -37,10 +37,11 @@ def gluon_described(matrix: torch.Tensor, block: tuple[int, int]) -> TensorDescr
     """Return `launch.described` of a matrix with consecutive columns, in the shared-memory layout of tensor cores."""
     found = TensorDescriptor.__new__(TensorDescriptor)
     found.base, found.shape, found.strides, found.block_shape = matrix, matrix.shape, matrix.stride(), [*block]
-    found.layout = _layout(matrix.dtype, block)
+    found.layout = gluon_layout(matrix.dtype, block)
     return found
 
 
 @cache
-def _layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
+def gluon_layout(dtype: torch.dtype, block: tuple[int, int]) -> Any:
+    """Return the shared-memory layout of tensor cores for blocks of a matrix."""
     return gl.NVMMASharedLayout.get_default_for([*block], getattr(gl, NAMES[dtype]))

@@ -123,7 +123,11 @@ def test_products_in_an_interpreter(tokens, count, buffers, programs, triton_bac
     class Products:
         def __getitem__(self, grid):
             def launch(*arguments, OVERLAP, num_warps):
-                run(products, 3, *arguments, OVERLAP)
+                names, early = dict(zip(products.arg_names, arguments, strict=False)), set()
+                run(products, 3, *arguments, True, early=early)
+                # the previous launch writes these, and each thread that reads them has waited for it
+                written = {names[name].matrix.data_ptr() for name in ("inputs", "input_scales")}
+                assert not written & {address for address, _ in early}
 
             return launch
 
@@ -161,6 +165,18 @@ def test_units_of_the_shared_expert_follow_the_first_batches(total, own, program
     assert sorted(units) == list(range(total))
     early = min(each * programs, total - own)
     assert units[early : early + own] == list(range(own))
+
+
+def test_chunks_of_units():
+    from dsv4cli.kernels.experts.kernel.fp8_units import chunk_of
+    from tests.support.gluon_interpreter import Pointers, called
+
+    # expert's row, position, size; the pairs that `suits` allows take 14 bits
+    routed_chunks = [(383, 0, 1), (0, 1, 32), (70_000, 9215, 17)]
+    words = torch.tensor([row << 32 | position << 8 | size for row, position, size in routed_chunks])
+    chunks = [called(chunk_of, (Pointers(words, 0), 9232, 35), number, 16) for number in range(6)]
+    own = [(True, 0, 9232, 16), (True, 0, 9248, 16), (True, 0, 9264, 3)]
+    assert chunks == [*own, *((False, *one) for one in routed_chunks)]
 
 
 @pytest.mark.gpu
@@ -261,6 +277,8 @@ def test_which_shared_expert():
     [
         (4096, 8, (4, 2)),
         (2048, 8, (4, 2)),
+        (5120, 8, (4, 2)),
+        (5632, 8, (4, 1)),  # but for the scales, the inputs of two chunks would fit
         (4096, 16, (4, 1)),
         (7168, 8, (4, 1)),
         (7168, 16, (3, 1)),

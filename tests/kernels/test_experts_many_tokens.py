@@ -218,9 +218,9 @@ def test_warps_that_share_experts_in_an_interpreter(pairs):
     w1, w2, w3 = ((one.view(torch.int32), scale.view(torch.int32)) for one, scale, _ in weights.matrices)
     inner, outputs = torch.full((2, tokens * 2, 512), torch.nan).bfloat16()
     run(warp_specialized._warp_specialized, 3, many_tokens._inputs(x, "fp4", False), *tiles, routing, groups.turns, *w1,
-        *w3, inner, 7.0, 512, 512, 2, True, pairs)  # fmt: skip
+        *w3, inner, 7.0, 512, 512, 2, True, pairs, races=True)  # fmt: skip
     run(warp_specialized._warp_specialized, 3, inner, *tiles, None, groups.turns, *w2, *w2, outputs, 0.0, 512, 512, 1,
-        False, pairs)  # fmt: skip
+        False, pairs, races=True)  # fmt: skip
     expected = ref.routed_experts(x, weights, experts, routing, 7.0, False)
     assert (many_tokens.ordered_sum(outputs, experts) - expected).norm() <= 2**-11 * expected.norm()
 

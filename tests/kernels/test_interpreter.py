@@ -16,6 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from dsv4cli.kernels.gluon_barriers import await_filled, await_freed, ring, tell
+from tests.support import gluon_interpreter
 from tests.support.gluon_interpreter import Descriptor, Pointers, Shared, Values, run
 
 NARROW = [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
@@ -138,7 +140,7 @@ def test_places_beyond_the_tensors_are_refused(source, target):
 
 @gluon.jit
 def _copied_by_tma(matrix, BYTES: gl.constexpr, WAITS: gl.constexpr):
-    memory = gl.allocate_shared_memory(gl.int8, [16, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    memory = gl.allocate_shared_memory(gl.int8, [16, 16], matrix.layout)
     barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
     mbarrier.init(barrier, count=1)
     mbarrier.expect(barrier, BYTES)
@@ -176,3 +178,70 @@ def test_a_product_that_may_still_run_is_not_read():
         assert (out == 6).all()
     with pytest.raises(AssertionError, match="before it was awaited"):
         run(_three_products, 1, *given, 2)
+
+
+@gluon.jit
+def _bring_twice(matrix, memory, filled, freed, WAITS: gl.constexpr):
+    for number in range(2):
+        if WAITS:
+            await_freed(freed, number)
+        mbarrier.expect(filled.index(0), 256)
+        tma.async_copy_global_to_shared(matrix, [number * 16, 0], filled.index(0), memory)
+
+
+@gluon.jit
+def _store_twice(out, memory, filled, freed, TELLS: gl.constexpr):
+    place = gl.expand_dims(gl.arange(0, 16) * 16, 1) + gl.expand_dims(gl.arange(0, 16), 0)
+    for number in range(2):
+        await_filled(filled, number)
+        if TELLS == 0:
+            tell(freed, number)
+        gl.store(out + (number * 256 + place), memory.load(None))
+        if TELLS == 1:
+            tell(freed, number)
+
+
+@gluon.jit
+def _one_slot(matrix, out, WAITS: gl.constexpr, TELLS: gl.constexpr):
+    """Copy two blocks. TELLS: whether the slot is freed before it is read (0) or after it (1)."""
+    memory = gl.allocate_shared_memory(gl.int8, [16, 16], matrix.layout)
+    filled, freed = ring(1, 1, 1)
+    gl.warp_specialize(
+        [(_store_twice, (out, memory, filled, freed, TELLS)), (_bring_twice, (matrix, memory, filled, freed, WAITS))],
+        [1], [40],
+    )  # fmt: skip
+
+
+def test_races_are_found_in_whichever_order_threads_run(monkeypatch):
+    values, out = torch.randint(-128, 128, (32, 16), dtype=torch.int8), torch.zeros(32, 16, dtype=torch.int8)
+    matrix = Descriptor(values, (16, 16))
+    run(_one_slot, 1, matrix, out, True, 1)
+    assert torch.equal(out, values)
+    monkeypatch.setattr(gluon_interpreter, "PATIENCE", 0.1)  # of the thread that is left
+    for waits, tells in ((False, 1), (True, 0)):
+        with pytest.raises(AssertionError, match="a race"):
+            run(_one_slot, 1, matrix, out, waits, tells)
+
+
+@gluon.jit
+def _copied_to_a_slot(matrix, ROWS: gl.constexpr, OTHER: gl.constexpr):
+    memory = gl.allocate_shared_memory(gl.int8, [2, ROWS, 16], matrix.layout)
+    barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout()).index(0)
+    mbarrier.init(barrier, count=1)
+    mbarrier.expect(barrier, ROWS * 16)
+    tma.async_copy_global_to_shared(matrix, [0, 0], barrier, memory.index(1))
+    mbarrier.wait(barrier, 0)
+    if OTHER:
+        memory._reinterpret(gl.int8, [ROWS, 32], gl.NVMMASharedLayout(32, 8, 2))
+
+
+def test_copies_by_tma_are_aligned_and_keep_their_layout():
+    values = torch.zeros(16, 48, dtype=torch.int8)
+    run(_copied_to_a_slot, 1, Descriptor(values, (8, 16)), 8, False)
+    with pytest.raises(AssertionError, match="not aligned"):
+        run(_copied_to_a_slot, 1, Descriptor(values, (4, 16)), 4, False)
+    with pytest.raises(AssertionError, match="other swizzle"):
+        run(_copied_to_a_slot, 1, Descriptor(values, (8, 16)), 8, True)
+    for matrix, block in ((values, (16, 8)), (values[:, 1:], (16, 16)), (values[:, :40].contiguous(), (16, 16))):
+        with pytest.raises(AssertionError):
+            Descriptor(matrix, block)

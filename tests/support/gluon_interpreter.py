@@ -1,7 +1,8 @@
 """Runs kernels in Gluon on a CPU: values, shared memory and barriers, each set of warps a thread; no layouts.
 
-What it shows: that the arithmetic is right, that every slot is filled before it is read and freed before it is filled,
-and that nobody waits for ever. What it does not: layouts, which only the compiler checks, and time.
+What it shows: that the arithmetic is right, that every slot is filled before it is read and freed before it is filled
+(`races`), that copies by TMA are aligned and views of what they write have the same swizzle, and that nobody waits for
+ever. What it does not: layouts of registers, which only the compiler checks, and time.
 """
 
 import operator
@@ -19,6 +20,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from dsv4cli.kernels.gluon_launch import gluon_layout
+from tests.support.races import Actor, Memory
+
 DTYPES = {
     "int8": torch.int8, "int16": torch.int16, "int32": torch.int32, "int64": torch.int64, "fp32": torch.float32,
     "bf16": torch.bfloat16, "fp16": torch.float16, "uint8": torch.uint8, "fp8e5": torch.float8_e5m2,
@@ -30,17 +34,42 @@ POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in D
 PATIENCE = 10
 # the address of the tensor that a kernel loads from, and the cache modifier of the load
 Loads = set[tuple[int, str]]
+# what TMA requires: bytes of which addresses in global memory are multiples, and those in shared memory; most rows
+TMA_GLOBAL, TMA_SHARED, TMA_ROWS = 16, 128, 256
 
 
-def run(kernel: Any, grid: int | tuple[int, ...], *arguments: Any, early: Loads | None = None) -> None:
+class Here(threading.local):
+    """The set of warps that a thread stands for.
+
+    Attributes:
+        actor: its clock; None if nobody looks for races.
+        early: where its loads are noted until it waits for the previous kernel; None if they are not, or afterwards.
+    """
+
+    actor: Actor | None = None
+    early: Loads | None = None
+
+
+HERE = Here()
+
+
+def run(
+    kernel: Any, grid: int | tuple[int, ...], *arguments: Any, early: Loads | None = None, races: bool = False
+) -> None:
     """The programs of a kernel, one after the other; tensors are contiguous, and pointers to their first element.
 
-    early: receives the loads before the wait for the previous kernel, if the kernel overlaps that.
+    Args:
+        early: receives the loads before the wait for the previous kernel, if the kernel overlaps that.
+        races: whether it may race, because it reads more of shared memory than it uses, and before that is written.
     """
     sizes = (grid,) if isinstance(grid, int) else grid
     for numbers in product(*map(range, sizes)):
-        language = Language(numbers, sizes, early)
-        _in_python(kernel, {}, language)(*map(_pointed, arguments))
+        language = Language(numbers, sizes)
+        HERE.actor, HERE.early = None if races else Actor(0), early
+        try:
+            _in_python(kernel, {}, language)(*map(_pointed, arguments))
+        finally:
+            HERE.actor = HERE.early = None
         # a copy that ends later would write to the shared memory of the next program
         assert all(barrier.seen == barrier.phase for barrier in language.barriers if barrier.copied), "not awaited"
         assert early is None or language.waited, "the next kernel may start before the previous one has ended"
@@ -187,31 +216,57 @@ GLUON = [gl.int8, gl.int16, gl.int32, gl.int64, gl.float32, gl.bfloat16, gl.uint
 class Shared:
     """A view of shared memory."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values
+    def __init__(self, values: torch.Tensor, layout: Any = None, memory: Memory | None = None) -> None:
+        self.values, self.layout, self.memory = values, layout, memory
 
     @property
     def shape(self) -> list[int]:
         return list(self.values.shape)
 
+    def _view(self, values: torch.Tensor) -> "Shared":
+        return Shared(values, self.layout, self.memory)
+
     def index(self, number: int) -> "Shared":
-        return Shared(self.values[int(number)])
+        assert number >= 0
+        return self._view(self.values[int(number)])
 
     def slice(self, begin: int, length: int, dim: int = 0) -> "Shared":
-        return Shared(self.values.narrow(dim, begin, length))
+        return self._view(self.values.narrow(dim, begin, length))
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
-        return Shared(self.values.permute(*order))
+        return self._view(self.values.permute(*order))
 
-    def _reinterpret(self, dtype: Any, shape: list[int], _layout: Any) -> "Shared":
-        return Shared(self.values.view(DTYPES[dtype.name]).view(shape))
+    def _reinterpret(self, dtype: Any, shape: list[int], layout: Any) -> "Shared":
+        values = self.values.view(DTYPES[dtype.name]).view(shape)
+        if isinstance(self.layout, gl.NVMMASharedLayout):
+            assert _swizzled(self.layout, self.values) == _swizzled(layout, values), "other swizzle"
+        return Shared(values, layout, self.memory)
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the values."""
+        if self.memory is not None and HERE.actor is not None:
+            self.memory.read(self.values, HERE.actor)
+        return self.values.clone()
 
     def load(self, _layout: Any) -> Values:
-        return Values(self.values.clone())
+        return Values(self.read())
 
-    def store(self, given: Values) -> None:
+    def store(self, given: Values, by: Actor | None = None) -> None:
+        """Write what a set of warps has, or what copies bring."""
         assert (given.values.shape, given.values.dtype) == (self.values.shape, self.values.dtype)
+        if self.memory is not None and HERE.actor is not None:
+            self.memory.write(self.values, HERE.actor, by or HERE.actor)
         self.values.copy_(given.values)
+
+
+def _swizzled(layout: Any, values: torch.Tensor) -> int:
+    """Return in how many bytes of a row 16-byte parts are swizzled: 0 for none. Rows are not longer than that."""
+    if isinstance(layout, gl.NVMMASharedLayout):
+        width = int(layout.swizzle_byte_width)
+        assert values.shape[-1] * values.element_size() <= max(width, 16), "a row in several tiles"
+        return width
+    assert isinstance(layout, gl.SwizzledSharedLayout)
+    return 0 if layout.max_phase == 1 else -1
 
 
 class Barriers(list["Barrier"]):
@@ -228,32 +283,42 @@ class Barriers(list["Barrier"]):
 class Barrier:
     """As mbarrier in PTX: a phase ends when `count` have arrived, and all bytes that they expect."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        """number: that of the copies that it counts, among the actors of the program."""
         self.condition, self.phase, self.count, self.pending, self.bytes = threading.Condition(), 0, 0, 0, 0
         self.copied, self.seen = False, 0
+        self.copies = Actor(number)
+        # what is known to those that have arrived, and to those that wait until the last phase ended
+        self.arrived = self.ended = Actor(number).known * 0
 
     def arrive(self, count: int, more: int = 0) -> None:
         """more: bytes that are expected, or negative if they have come."""
+        actor = self.copies if more < 0 else HERE.actor
         with self.condition:
+            if actor is not None:
+                self.arrived = torch.maximum(self.arrived, actor.known)
+                actor.tick()
             self.pending, self.bytes, self.copied = self.pending - count, self.bytes + more, self.copied or more != 0
             assert self.pending >= 0, "more have arrived than were expected"
             assert self.bytes >= 0, "more bytes have come than were expected"
             if not self.pending and not self.bytes:
-                self.phase, self.pending = self.phase + 1, self.count
+                self.phase, self.pending, self.ended = self.phase + 1, self.count, self.arrived
                 self.condition.notify_all()
 
     def wait(self, parity: int) -> None:
         with self.condition:
             assert self.condition.wait_for(lambda: self.phase & 1 != parity, PATIENCE), "nobody arrives"
             self.seen = self.phase
+            if HERE.actor is not None:
+                HERE.actor.learn(self.ended)
 
 
 class Language:
     """`gl` and `tl` of a program; layouts are what they are in Gluon."""
 
-    def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...], early: Loads | None = None) -> None:
+    def __init__(self, numbers: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self.numbers, self.sizes, self.barriers = numbers, sizes, list[Barrier]()
-        self.early, self.waited = early, False
+        self.waited = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(gl, name) if hasattr(gl, name) else getattr(tl, name)
@@ -276,8 +341,8 @@ class Language:
         return Values(torch.full([int(size) for size in shape], value, dtype=DTYPES[dtype.name]))
 
     def load(self, pointers: Pointers, mask: Any = None, other: Any = None, cache_modifier: str = "") -> Any:
-        if self.early is not None and not self.waited:
-            self.early.add((pointers.memory.data_ptr(), cache_modifier))
+        if HERE.early is not None:
+            HERE.early.add((pointers.memory.data_ptr(), cache_modifier))
         places = torch.as_tensor(pointers.places)
         inside = torch.as_tensor(True if mask is None else raw(mask)).expand(places.shape)
         found = torch.full(places.shape, POISON[pointers.memory.dtype] if other is None else other)
@@ -336,7 +401,8 @@ class Language:
     def inline_asm_elementwise(self, text: str, _constraints: str, given: list[Values], **options: Any) -> Any:
         """Run PTX of bitwise instructions on words, or one on pairs of fp16; without operands, none."""
         if not given:
-            self.waited |= text.startswith("griddepcontrol.wait")
+            if text.startswith("griddepcontrol.wait"):
+                self.waited, HERE.early = True, None
             return None
         if text.startswith("mov"):  # of the bytes of a word, and given it four times
             words = given[0].values[..., 0, 0].contiguous()
@@ -377,24 +443,28 @@ class Language:
     def convert_layout(self, values: Values, _layout: Any, assert_trivial: bool = False) -> Values:
         return values
 
-    def allocate_shared_memory(self, dtype: Any, shape: list[int], _layout: Any) -> Any:
+    def allocate_shared_memory(self, dtype: Any, shape: list[int], layout: Any) -> Any:
         if dtype == gl.int64:
-            made = Barriers(Barrier() for _ in range(shape[0]))
+            # the first numbers are those of threads
+            made = Barriers(Barrier(8 + len(self.barriers) + number) for number in range(shape[0]))
             self.barriers += made
             return made
         wanted = DTYPES[dtype.name]
-        return Shared(torch.full([int(size) for size in shape], POISON[wanted], dtype=wanted))
+        values = torch.full([int(size) for size in shape], POISON[wanted], dtype=wanted)
+        return Shared(values, layout, Memory(values))
 
     def warp_specialize(self, parts: list[Any], _warps: Any, _registers: Any) -> None:
         failed: list[Exception] = []
+        actor, early = HERE.actor, HERE.early
 
-        def carry_out(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        def carry_out(number: int, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+            HERE.actor, HERE.early = actor and Actor(number, actor.known), early
             try:
                 function(*arguments)
             except Exception as error:  # noqa: BLE001 # raised below
                 failed.append(error)
 
-        threads = [threading.Thread(target=carry_out, args=part) for part in parts]
+        threads = [threading.Thread(target=carry_out, args=(number, *part)) for number, part in enumerate(parts, 1)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -406,10 +476,12 @@ class Language:
 class Descriptor:
     """A matrix in memory, read in blocks of this shape."""
 
-    layout = None
-
     def __init__(self, matrix: torch.Tensor, block: tuple[int, int]) -> None:
-        self.matrix, self.block = matrix, block
+        self.matrix, self.block, self.layout = matrix, block, gluon_layout(matrix.dtype, block)
+        size = matrix.element_size()
+        assert matrix.stride(1) == 1
+        assert not any(one % TMA_GLOBAL for one in (matrix.data_ptr(), matrix.stride(0) * size, block[1] * size))
+        assert max(block) <= TMA_ROWS
 
 
 BITWISE = {"and": operator.and_, "or": operator.or_, "shl": operator.lshift}
@@ -460,7 +532,11 @@ def _described_copy(source: Descriptor, place: list[int], barrier: Barrier, shar
     block = source.matrix[row : row + rows, column : column + columns]
     # rows beyond the matrix are 0
     block = torch.cat((block, block.new_zeros(rows - len(block), columns)))
-    shared.store(Values(block))
+    assert shared.layout == source.layout, "other layout than the descriptor's"
+    assert shared.values.storage_offset() * shared.values.element_size() % TMA_SHARED == 0, "not aligned"
+    if HERE.early is not None:
+        HERE.early.add((source.matrix.data_ptr(), "tma"))
+    shared.store(Values(block), barrier.copies)
     barrier.arrive(0, -block.numel() * block.element_size())
 
 
@@ -486,9 +562,15 @@ STARTED: dict[int, list[Running]] = defaultdict(list)
 def _products(
     left: Values, right: Shared, sums: Values, use_acc: bool = True, is_async: bool = False, **_options: Any
 ) -> Values:
+    def operand(of: Any) -> torch.Tensor:
+        return of.read() if isinstance(of, Shared) else of.values
+
     def compute() -> torch.Tensor:
-        product = left.values.float() @ right.values.float()
+        product = operand(left).float() @ operand(right).float()
         return sums.values + product if use_acc else product
+
+    # it reads from now on, until it ends
+    _ = operand(right), isinstance(left, Shared) and operand(left)
 
     if not is_async:
         return Values(compute())
