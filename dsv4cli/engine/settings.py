@@ -2,10 +2,8 @@
 
 import math
 import re
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from secrets import randbelow
 from types import MappingProxyType
 from typing import Any, Self
@@ -106,11 +104,6 @@ class Sampling:
     def filters(self) -> bool:
         """Whether top-k or min-p may exclude tokens."""
         return bool(self.top_k or self.min_p)
-
-    @cached_property
-    def packed_bias(self) -> "array[float]":
-        """The ids of `logit_bias`, then their biases, packed: fp64 holds both exactly."""
-        return array("d", [*(token for token, _ in self.logit_bias), *(bias for _, bias in self.logit_bias)])
 
     def plus(self, number: int) -> "Sampling":
         """Return a copy with the seed of the answer `number` places after this one."""

@@ -19,8 +19,8 @@ from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.leader_step import sampled
 from dsv4cli.engine.runtime.request import Request
 from dsv4cli.engine.runtime.runner import Runner
+from dsv4cli.engine.runtime.sampling.logit_masks import RequestTables
 from dsv4cli.engine.runtime.sampling.sampler import check_finite
-from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import ComputedStep
 from dsv4cli.engine.runtime.step_sizes import batch_size
@@ -215,7 +215,7 @@ class _Steps:
     ) -> None:
         self._device, self._drafts = device, drafts
         self._runner = Runner(model, Capacity(load.batch, load.context + 1, drafts=True), device)
-        self._watch, self._counts = Stopwatch(device), TokenCounts(device)
+        self._watch, self._tables = Stopwatch(device), RequestTables.on(device)
         assert self._runner.drafts is not None
         self.drafter = self._runner.drafts.drafter.name
         cache, generator = self._runner.cache, torch.Generator().manual_seed(0)
@@ -258,7 +258,7 @@ class _Steps:
         ran = self._run()
         self._watch.mark()
         assert ran.logits is not None
-        tokens = sampled(ran, ran.logits, self._counts)
+        tokens = sampled(ran, ran.logits, self._tables)
         self._watch.mark()
         return ran, tokens
 

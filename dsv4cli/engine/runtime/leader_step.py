@@ -9,10 +9,9 @@ from dsv4cli.engine.runtime.drafts.stopwatch import Stopwatch
 from dsv4cli.engine.runtime.orders import Orders
 from dsv4cli.engine.runtime.request import Constraint, Request, Token
 from dsv4cli.engine.runtime.runner import Runner
-from dsv4cli.engine.runtime.sampling.logit_masks import masked_logits
+from dsv4cli.engine.runtime.sampling.logit_masks import RequestTables, masked_logits
 from dsv4cli.engine.runtime.sampling.logprobs import TokenLogprobs, logprobs_of, start_logprobs
 from dsv4cli.engine.runtime.sampling.sampler import Draws, sample
-from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
 from dsv4cli.engine.runtime.step import Chunk, ComputedStep, StepChoice
 from dsv4cli.engine.system.device import step_memory
 
@@ -30,7 +29,7 @@ class LeaderStep:
         """
         self.watch, self._next_watch = (Stopwatch(runner.cache.device) for _ in range(2))
         self._runner, self._orders = runner, orders
-        self._counts = TokenCounts(runner.cache.device)
+        self._tables = RequestTables.on(runner.cache.device)
 
     def step(
         self, count: int, ahead: bool, pick: StepChoice | None = None
@@ -61,7 +60,7 @@ class LeaderStep:
     def _draw(self, ran: ComputedStep, count: int, ahead: bool) -> tuple[list[list[Token]], list[list[float]]]:
         ready = ran.ready
         logits = ran.hidden.streams.new_empty(0, 1, dtype=torch.float32) if ran.logits is None else ran.logits
-        tokens = sampled(ran, logits, self._counts)
+        tokens = sampled(ran, logits, self._tables)
         self.watch.mark()
         if ahead or self._runner.drafts is not None:
             tokens = self._runner.share(tokens)
@@ -125,20 +124,17 @@ class LeaderStep:
         return made
 
 
-def sampled(ran: ComputedStep, logits: torch.Tensor, counts: TokenCounts) -> torch.Tensor:
+def sampled(ran: ComputedStep, logits: torch.Tensor, tables: RequestTables) -> torch.Tensor:
     """Sample a token from each row of a step, assuming its draft tokens are right: fp32 [R, V] -> int64 [R].
 
     The newest token's row gives the token that the request's constraint forces, if it forces one.
-
-    Args:
-        counts: the tokens that penalized requests have.
     """
     if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     requests = [chunk.request for chunk in ran.ready for _ in range(1 + len(chunk.drafts))]
     positions = [len(chunk.request.ids) + number for chunk in ran.ready for number in range(1 + len(chunk.drafts))]
     draws = Draws.of([request.sampling for request in requests], positions, logits.device)
-    tokens = sample(masked_logits(ran.ready, logits, counts), draws)
+    tokens = sample(masked_logits(ran.ready, logits, tables), draws)
     for chunk, row in zip(ran.ready, first_rows(ran.ready), strict=True):
         forced = None if chunk.request.constraint is None else chunk.request.constraint.forced()
         if forced is not None:

@@ -1,5 +1,6 @@
 """The logits that tokens are drawn from: masks, biases and bans of each row, on a CPU and on a GPU."""
 
+import gc
 from itertools import pairwise
 
 import pytest
@@ -9,8 +10,8 @@ from dsv4cli.engine.config.read import parse_config
 from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.sampling.logit_masks import BANNED, masked_logits
-from dsv4cli.engine.runtime.sampling.token_counts import TokenCounts
+from dsv4cli.engine.runtime.sampling import logit_biases
+from dsv4cli.engine.runtime.sampling.logit_masks import BANNED, RequestTables, masked_logits
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.runtime.step import Chunk
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
@@ -56,14 +57,16 @@ def test_each_row_has_what_its_request_asks_for(device):
     expected[6, 3] = BANNED
     expected[6, 4] += 2.0
     expected[7, [2, 130]] = BANNED
-    assert torch.equal(masked_logits(ready, logits, TokenCounts(logits.device)), expected)
+    assert torch.equal(masked_logits(ready, logits, RequestTables.on(logits.device)), expected)
     assert torch.equal(logits, given)
 
 
 def test_masks_of_a_step_may_have_different_lengths():
     """A grammar's covers whole words of its vocabulary, one that bans tokens covers the model's."""
     given = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
-    found = masked_logits([chunk([], masked([5], width=160)), chunk([], masked([6]))], given, TokenCounts(given.device))
+    found = masked_logits(
+        [chunk([], masked([5], width=160)), chunk([], masked([6]))], given, RequestTables.on(given.device)
+    )
     assert (found > BANNED).nonzero().tolist() == [[0, 5], [1, 6]]
 
 
@@ -74,20 +77,20 @@ def test_penalties_follow_the_bias_and_precede_the_bans(device):
     request = Request([0, 1, 3], Sampling(0.0, logit_bias=bias, repetition_penalty=2.0), Limits(), rule)
     expected = torch.tensor([[2.0, -8.0, 0.5, BANNED, -1.0]]).to(device)
     before = given.clone()
-    assert torch.equal(masked_logits([Chunk(request, 0, 3, 0, [])], given, TokenCounts(given.device)), expected)
+    assert torch.equal(masked_logits([Chunk(request, 0, 3, 0, [])], given, RequestTables.on(given.device)), expected)
     assert torch.equal(given, before)
 
 
 @pytest.mark.parametrize("rule", [Script(banned={0: [3]}), masked([1, 2])], ids=["ban", "mask"])
 def test_the_given_logits_stay_as_they_are(rule):
     logits = torch.zeros(1, WIDTH)
-    assert masked_logits([chunk([], rule)], logits, TokenCounts(logits.device)).min() == torch.tensor(BANNED)
+    assert masked_logits([chunk([], rule)], logits, RequestTables.on(logits.device)).min() == torch.tensor(BANNED)
     assert not logits.any()
 
 
 def test_nothing_is_made_where_nothing_is_asked():
     logits = torch.zeros(3, WIDTH)
-    assert masked_logits([chunk(), chunk([7], Script())], logits, TokenCounts(logits.device)) is logits
+    assert masked_logits([chunk(), chunk([7], Script())], logits, RequestTables.on(logits.device)) is logits
 
 
 @pytest.mark.gpu
@@ -111,7 +114,20 @@ def test_an_engine_on_a_gpu_follows_a_mask(drafts):
     assert not all((first + second) % 3 == 0 for first, second in pairwise(requests[1].ids))
 
 
-def test_a_bias_is_packed_once_for_all_steps():
-    sampling = Sampling(0.0, logit_bias=((7, 1.5), (130, -100.0)))
-    assert sampling.packed_bias is sampling.packed_bias
-    assert sampling.packed_bias.tolist() == [7, 130, 1.5, -100]
+def test_a_bias_is_uploaded_once_for_all_steps(monkeypatch):
+    """However many tokens it has; that of a request that has ended is freed."""
+    made, upload = [], logit_biases.upload
+    monkeypatch.setattr(logit_biases, "upload", lambda *given: made.append(1) or upload(*given))
+    logits, bias = torch.zeros(3, WIDTH), tuple((token, 0.5 * token) for token in range(WIDTH))
+    one, tables = chunk([4], bias=bias), RequestTables.on(logits.device)
+    for _ in range(3):
+        found = masked_logits([chunk(), one], logits, tables)
+        assert not found[0].any()
+        assert found[1:].tolist() == [[0.5 * token for token in range(WIDTH)]] * 2
+    assert len(made) == len(tables.biases._rows) == 1
+    other = chunk(bias=bias)  # another answer to the prompt
+    assert masked_logits([one, other], logits, tables)[2].tolist() == found[1].tolist()
+    assert len(made) == 1
+    del one, other
+    gc.collect()
+    assert len(tables.biases._rows) == 0

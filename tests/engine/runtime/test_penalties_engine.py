@@ -10,7 +10,7 @@ from dsv4cli.engine.model.numerics import Numerics
 from dsv4cli.engine.runtime import leader_step
 from dsv4cli.engine.runtime.engine import Engine
 from dsv4cli.engine.runtime.request import Request
-from dsv4cli.engine.runtime.sampling import token_counts
+from dsv4cli.engine.runtime.sampling import logit_masks, token_counts
 from dsv4cli.engine.runtime.state.capacity import Capacity
 from dsv4cli.engine.settings import Drafting, Limits, Sampling
 from dsv4cli.engine.weights.load import build_random
@@ -52,8 +52,8 @@ class Watched:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         honest = leader_step.sampled
 
-        def sampled(ran, logits, counts):
-            tokens = honest(ran, logits, counts)
+        def sampled(ran, logits, tables):
+            tokens = honest(ran, logits, tables)
             row = 0
             for chunk in ran.ready:
                 own = chunk.request.ids[len(chunk.request.prompt) :]
@@ -139,8 +139,8 @@ def test_a_gpu_follows_the_definition(monkeypatch, drafts):
 def test_requests_without_penalties_have_the_bits_that_they_have_alone(monkeypatch):
     honest, seen = leader_step.masked_logits, []
 
-    def masked_logits(ready, logits, counts):
-        found = honest(ready, logits, counts)
+    def masked_logits(ready, logits, tables):
+        found = honest(ready, logits, tables)
         rows = [chunk.request.sampling for chunk in ready]
         seen.append(any(one.penalizes for one in rows))
         assert seen[-1] == (found is not logits)  # nothing is launched without a request that wants it
@@ -164,7 +164,7 @@ def test_rows_of_requests_that_have_ended_are_used_again(monkeypatch):
             super().__init__(device)
             made.append(self)
 
-    monkeypatch.setattr(leader_step, "TokenCounts", Counts)
+    monkeypatch.setattr(logit_masks, "TokenCounts", Counts)
     engine = Engine(model_of("mtp"), Capacity(3, 300), "cpu")
     answered = []
     for wave in range(3):
