@@ -74,6 +74,11 @@ class Command(typer.core.TyperCommand):
                 error.message += self._too_many(ctx.command_path, named)  # type: ignore[attr-defined]
             raise
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line. A required argument has no braces, which would mean a choice."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [one[1:-1] if one.startswith("{") and one.endswith("}") else one for one in pieces]
+
     def _too_many(self, command: str, named: str | None) -> str:
         """Return what to do about too many positional arguments; '' if nothing is known."""
         if named is not None:

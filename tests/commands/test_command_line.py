@@ -68,6 +68,13 @@ def test_a_text_without_quotes_is_an_error_that_says_so(words):
     assert caught.value.message.endswith(f'(is 17 + 25?). Put a text with spaces in quotes: {words} "What is 17 + 25?"')
 
 
+def test_a_required_argument_has_no_braces():
+    for words in ("inspect", "trace compare", "verify"):
+        page = inside(*words.split(), "--help").stdout
+        assert re.search(r"^Usage: dsv4 [a-z ]+\[OPTIONS\] [A-Z ]+$", page, re.M), words
+    assert "[OPTIONS] MODEL\n" in inside("inspect").stderr
+
+
 def test_other_arguments_too_many_get_no_advice():
     with pytest.raises(cli.WRONG_ARGUMENT, match=r"\(C\)$"):
         parsed("trace compare", "A", "B", "C")

@@ -105,3 +105,14 @@ def test_a_terminal_shows_that_pytorch_is_imported(tmp_path, line):
         command, cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
     assert (done.stdout, done.stderr) == ("importing PyTorch …\n", "")
+
+
+def test_a_folder_that_is_gone_is_told_before_pytorch_fails_in_it(tmp_path):
+    program = "import os, sys; os.chdir(sys.argv.pop()); os.rmdir(os.getcwd()); from dsv4cli import cli; cli.main()"
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, "run", "hi", str(tmp_path / "gone")],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0].startswith("error: the current folder has been removed")

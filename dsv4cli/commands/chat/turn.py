@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,7 +144,9 @@ class Chat:
         except FileChanged as error:
             self.out.warning(f"the session was not saved to its file: {error.message}; {error.remedy}")
         except OSError as error:
-            self.out.warning(f"the session was not saved: {error}; to save it elsewhere, use /save FILE")
+            where = f" in {Path(error.filename).parent}" if isinstance(error.filename, str) else ""
+            what = f"the session was not saved{where}: {error.strerror or error}"
+            self.out.warning(f"{what}; to save it elsewhere, use /save FILE")
 
     def choose(self, choices: SessionChoices) -> None:
         """Set the session's choices and save them, so that resuming the session restores them."""

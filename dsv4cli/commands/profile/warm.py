@@ -73,9 +73,10 @@ def warm(
     import_torch(out)
     from dsv4cli.engine.compiling.card import find_card
     from dsv4cli.engine.compiling.compile_ahead import Compilation, found_memory
-    from dsv4cli.engine.compiling.process import cache_folder
+    from dsv4cli.engine.compiling.process import cache_folder, check_cache_folder
     from dsv4cli.engine.weights.placement import MemoryLimits
 
+    check_cache_folder()
     name, found, device = find_card(card)
     memory = None if device is None else found_memory(device, MemoryLimits(), tp)
     demand = _demand(model, tp, length, batch, serve, draft, exact, memory)
@@ -85,7 +86,7 @@ def warm(
     seconds = perf_counter() - start
     if counts.compiled:
         out.status(compiled_sentence(counts, seconds))
-    out.line(f"{counted(counts.found, 'kernel')} of {model} for {name} in {cache_folder()}")
+    out.line(f"{counted(counts.found - len(counts.failed), 'kernel')} of {model} for {name} in {cache_folder()}")
     document: dict[str, Any] = {"schema": "dsv4.profile.warm/1", "model": model, "card": name, "tp": tp}
     document |= {"kernels": counts.found, "compiled": counts.compiled, "already_there": counts.present}
     out.document(document | {"failed": counts.failed, "seconds": seconds, "folder": str(cache_folder())})

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from threading import Thread
+
+from dsv4cli.errors import DiskError
 
 PACKAGE = Path(__file__).parents[2]
 # `python -m dsv4cli` could import modules from the user's current folder
@@ -56,3 +59,16 @@ def cache_folder() -> Path:
     from triton import knobs
 
     return Path(knobs.cache.dir)
+
+
+def check_cache_folder() -> None:
+    """Raise DiskError if kernels cannot be stored in Triton's cache. Creates the folder if it is missing."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DiskError(
+            f"cannot write to Triton's cache {folder}: {error.strerror}", "set TRITON_CACHE_DIR to another folder"
+        ) from None

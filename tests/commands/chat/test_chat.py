@@ -144,7 +144,7 @@ def test_a_journal_that_cannot_be_written_is_a_warning(chat, tmp_path):
     (tmp_path / "state").write_text("in the way")
     done = chat("one")
     assert (done.code, done.out) == (0, "Yes.\n")
-    assert "the session was not saved" in done.err
+    assert f"warning: the session was not saved in {tmp_path / 'state/dsv4'}: Not a directory; to save it" in done.err
 
 
 def test_commands_change_the_conversation(chat, tmp_path):

@@ -14,7 +14,7 @@ from dsv4cli.commands import job
 from dsv4cli.commands.compiling import NoCompilation
 from dsv4cli.commands.job import Job, open_job
 from dsv4cli.commands.serve.run_server import Running
-from dsv4cli.engine.compiling import compile_ahead
+from dsv4cli.engine.compiling import compile_ahead, process
 from dsv4cli.engine.server.warm import CacheOptions
 from dsv4cli.kernels.card import CARDS
 from dsv4cli.options import ModelOptions
@@ -121,6 +121,17 @@ def test_what_it_refuses(dsv4, says, arguments, code, message):
     says(code=1)
     done = dsv4(*WARM, *arguments)
     assert (done.code, message in done.err) == (code, True), done.err
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(dsv4, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(process, "cache_folder", lambda: tmp_path / "file")
+    done = dsv4("profile", "warm", "--model", "tiny", "--card", "h200")
+    assert (done.code, done.out) == (1, "")
+    assert done.err.splitlines()[-2:] == [
+        f"error: cannot write to Triton's cache {tmp_path / 'file'}: File exists",
+        "→ set TRITON_CACHE_DIR to another folder",
+    ]
 
 
 def test_without_a_gpu_a_card_is_to_be_named(dsv4, monkeypatch):
