@@ -8,7 +8,7 @@ from typing import TextIO
 # indentation of wrapped lines on a narrow terminal
 FOLDED = "    "
 # the space between a number and its unit
-QUANTITY = re.compile(r"(?<=\d) (?=(?:s|ms|min|h|%|[kMG]B)(?:\W|$))")
+QUANTITY = re.compile(r"(?<=\d) (?=(?:s|ms|min|h|%|[kMG]B|tokens?(?:/s)?)(?:\W|$))")
 
 
 def folded(text: str, stream: TextIO) -> str:

@@ -84,7 +84,7 @@ def described(questions: "EvalSet", part: "Part") -> str:
     """Return the sentence on the questions that were read, and on the part that is asked."""
     some = len([index for index in range(len(questions.items)) if part.has(index)])
     which = f"; part {part.index} of {part.count} has {some:,}" if part.count > 1 else ""
-    return f"{questions.name}: {counted(len(questions.items), 'question')}, read as {questions.form}{which}"
+    return f"{questions.name}: {counted(len(questions.items), 'question')} in the format {questions.form}{which}"
 
 
 def build_asking(job: Job, given: EvalOptions, questions: "EvalSet") -> Asking:

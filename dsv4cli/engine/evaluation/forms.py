@@ -64,6 +64,8 @@ def _form(text: str, path: Path, ending: str) -> tuple[str, Callable[[str, str],
         ending: instruction at the end of multiple-choice prompts.
     """
     first = next((line for line in text.split("\n") if line.strip()), "")
+    if not first:
+        raise UsageError(f"{name_of(path)} is empty", f"use a file with questions; eval reads {FORMS}")
     if is_vectors(text):
         return "ds4 vectors", lambda text, name: read_vectors(text, path)
     if is_manifest(first):

@@ -64,7 +64,7 @@ def test_people_get_a_table_and_what_the_score_leaves_out(dsv4, file):
     assert [line.split()[:2] for line in lines[1:4]] == [["one", "2"], ["two", "2"], ["all", "4"]]
     assert "excludes 2 answers cut off at the limit" in lines[4]
     assert lines[5].startswith("continuations: NLL ")
-    assert "q.jsonl: 4 questions, read as dsv4" in done.err
+    assert "q.jsonl: 4 questions in the format dsv4" in done.err
     assert "raise --max-tokens" in done.err
     assert dsv4("eval", file, *FAST, "--limit", "1", "-q").err == ""
 

@@ -168,6 +168,12 @@ def test_gpqa_has_the_right_answer_anywhere_but_always_there(read):
         read(GPQA.splitlines()[0] + "\nrec1,Which?,right,right,wrong 2,wrong 3,P\n", "gpqa.csv")
 
 
+@pytest.mark.parametrize("content", ["", "\n\n \n"])
+def test_an_empty_file_is_called_empty(read, content):
+    with pytest.raises(UsageError, match=r" is empty$"):
+        read(content)
+
+
 @pytest.mark.parametrize("content", ["hello\nworld\n", "a,b\n1,2\n", "[1, 2]\n", "\n" * 300 + "x", "x" * 200_000])
 def test_what_has_no_known_form_is_told_the_forms(read, content):
     with pytest.raises(UsageError) as error:
