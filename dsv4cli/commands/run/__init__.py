@@ -24,7 +24,16 @@ from dsv4cli.commands.server_options import (
     open_server,
 )
 from dsv4cli.errors import UsageError
-from dsv4cli.options import JsonOpt, ModelOptions, QuietOpt, SystemOpt, TpOpt, argument_text, takes_model_options
+from dsv4cli.options import (
+    JsonOpt,
+    ModelOptions,
+    QuietOpt,
+    SystemOpt,
+    TpOpt,
+    argument_text,
+    is_given,
+    takes_model_options,
+)
 from dsv4cli.output import Output
 
 PromptArg = Annotated[
@@ -89,6 +98,11 @@ LogprobsOpt = Annotated[
 ShowPromptOpt = Annotated[
     bool, typer.Option("--show-prompt", help="Print the exact prompt and its token ids, and exit.")
 ]
+# options of answers, which --score does not generate
+FOR_ANSWERS = (
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "seed", "stop",
+)  # fmt: skip
 RUN_EXAMPLES = (
     'dsv4 run "What is 17 + 25?"',
     "dsv4 run --model flash --think high 'Prove it.' < theorem.txt",
@@ -130,12 +144,12 @@ def run(
     given = Inputs(prompt, file or [], messages, prompts, score, system, samples, skip_bad, options.seed, out, shard)
     printed, choice = Output(context.obj.colours, as_json, quiet), ServerChoice(url, api_key_file, concurrency)
     if check_server(context, choice, TOKEN_OPTIONS):
-        _check(given, options.device, only_show, as_json, logprobs)
+        _check(context, given, options.device, only_show, as_json, logprobs)
         _ask(RemoteRun(printed, open_server(context, printed, choice, options), concurrency), given)
         return
     compiler = None if only_show or torchrun else early_compiler(options)
     job = open_job(printed, options, logprobs, compiler)
-    _check(given, options.device, only_show, as_json, logprobs)
+    _check(context, given, options.device, only_show, as_json, logprobs)
     ranks = (None, False) if only_show else (tp, torchrun)
     in_ranks(_without_drafts(job) if score else job, *ranks, lambda: _work(job, given, only_show))
 
@@ -197,7 +211,7 @@ def _lines(path: Path, given: Inputs) -> Source:
     return Source(path, given.system, given.samples, given.skip_bad, given.seed, given.out, part)
 
 
-def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
+def _check(context: typer.Context, given: Inputs, device: str, only_show: bool, as_json: bool, logprobs: int) -> None:
     """Raise UsageError for invalid options, or options that cannot be combined."""
     from dsv4cli.engine.settings import check_device, parse_part
     from dsv4cli.engine.text.questions import check_samples
@@ -207,6 +221,11 @@ def _check(given: Inputs, device: str, only_show: bool, as_json: bool, logprobs:
         parse_part(given.shard)
     check_samples(given.samples)
     _check_modes(given)
+    idle = next((name for name in FOR_ANSWERS if is_given(context, name)), None)
+    if given.score is not None and idle is not None:
+        raise UsageError(
+            f"--{idle.replace('_', '-')} has no effect with --score, which generates nothing", "remove one of them"
+        )
     if only_show:
         _refuse_together(
             "--show-prompt", {"--score": given.score, "--samples": given.samples > 1 or None, "--out": given.out}

@@ -270,6 +270,7 @@ def test_a_terminal_shows_how_many_lines_are_read(dsv4, tmp_path, monkeypatch, o
     monkeypatch.setattr(Output, "wait", lambda out, text: shown.append(text))
     line = '{"prompt": "hi"}\n' if option == "--prompts" else '{"text": "hi"}\n'
     (tmp_path / "lines").write_text(3 * line)
-    assert dsv4("run", option, str(tmp_path / "lines"), *SHORT).code == 0
+    more = ("--max-tokens", "3") if option == "--prompts" else ()
+    assert dsv4("run", option, str(tmp_path / "lines"), "--model", SMALL, *more).code == 0
     what = ["reading prompts", "preparing prompts"] if option == "--prompts" else ["reading texts"]
     assert {f"{one}: 2 of 3 …" for one in what} <= {*shown}
