@@ -108,6 +108,7 @@ def test_inputs_by_chunk(tokens, chosen, count, with_shared):
     # more programs than units, and batches of several units
     [
         (5, 3, None, 132),
+        (6, 4, None, 3),
         (34, 6, None, 4),
         (24, 3, (2, 1), 4),
         *slow_rows((20, 5, (3, 1), 132), (24, 3, None, 4), (35, 18, None, 5), (40, 4, None, 132)),
@@ -124,7 +125,7 @@ def test_products_in_an_interpreter(tokens, count, buffers, programs, triton_bac
         def __getitem__(self, grid):
             def launch(*arguments, OVERLAP, num_warps):
                 names, early = dict(zip(products.arg_names, arguments, strict=False)), set()
-                run(products, 3, *arguments, True, early=early)
+                run(products, grid, *arguments, True, early=early)
                 # the previous launch writes these, and each thread that reads them has waited for it
                 written = {names[name].matrix.data_ptr() for name in ("inputs", "input_scales")}
                 assert not written & {address for address, _ in early}

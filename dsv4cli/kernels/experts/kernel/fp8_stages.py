@@ -189,7 +189,7 @@ def unit_sums(
 
     Args:
         row: the unit's first row of weights.
-        number: the number of its first stage.
+        number: the number of its first stage, which is filled. On return, the stage after its last one is, too.
         given: inputs in blocks of 32 columns, of which those from `begin` on are the unit's.
         scales: the inputs' scales, those of 128 columns at every `TIMES`-th index from `begin // 4` on.
     """
