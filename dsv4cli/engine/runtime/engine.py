@@ -31,7 +31,8 @@ from dsv4cli.kernels.rows import ROWS_ALIKE, ROWS_EXACT
 class Engine:
     """Runs requests on one model. With tensor parallelism this is the leader, and the other ranks follow.
 
-    The tokens that a request gets do not depend on other requests. Not thread-safe.
+    Other requests affect the tokens of a request only through rounding, in steps of more than ROWS_ALIKE rows, or on a
+    GPU of more than ROWS_EXACT rows, or without `exact`. Not thread-safe.
     """
 
     def __init__(
