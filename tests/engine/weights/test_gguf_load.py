@@ -340,9 +340,10 @@ def test_the_triton_kernels_multiply_blocks(tmp_path, as_stored, kernel_device, 
     assert torch.cat(recorded.alike).float().mean() >= 0.9
 
 
-def test_a_machine_without_the_memory_refuses_in_one_sentence(tmp_path):
+def test_weights_above_the_limit_of_host_memory_are_refused_in_one_sentence(tmp_path):
     path, _ = write_nano(tmp_path, DS4)
-    with pytest.raises(NotEnoughMemory, match=r"the weights take 0\.01 GB and cpu has 0\.01 GB free"):
+    message = r"the weights take 0\.01 GB of host memory, and --host-memory allows 0\.01 GB"
+    with pytest.raises(NotEnoughMemory, match=message):
         load_model(FolderSource("test", path), Numerics.reference(), limits=MemoryLimits(host=8_000_000))
 
 
