@@ -34,7 +34,7 @@ POISON = {dtype: float("nan") if dtype.is_floating_point else 101 for dtype in D
 PATIENCE = 10
 # the address of the tensor that a kernel loads from, and the cache modifier of the load
 Loads = set[tuple[int, str]]
-# what TMA requires: bytes of which addresses in global memory are multiples, and those in shared memory; most rows
+# requirements of TMA: alignment in bytes in global memory and in shared memory; maximum number of rows
 TMA_GLOBAL, TMA_SHARED, TMA_ROWS = 16, 128, 256
 
 

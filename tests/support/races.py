@@ -28,7 +28,7 @@ class Actor:
         self.known = torch.maximum(self.known, known)
 
     def tick(self) -> None:
-        """Begin what those who have met this actor do not know of yet."""
+        """Advance the actor's own clock: the others do not know yet of what follows."""
         self.known[self.number] += 1
 
 

@@ -190,7 +190,7 @@ def unit_sums(
     Args:
         row: the unit's first row of weights.
         number: the number of its first stage, which is filled. On return, the stage after its last one is, too.
-        given: inputs in blocks of 32 columns, of which those from `begin` on are the unit's.
+        given: inputs in blocks of 32 columns. The unit's inputs start at block `begin`.
         scales: the inputs' scales, those of 128 columns at every `TIMES`-th index from `begin // 4` on.
     """
     codes, weight_scales, _units, filled, freed = stages
